@@ -6,6 +6,7 @@ The stubs are git-ignored and part of the wheel.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -18,6 +19,9 @@ def generate() -> list[Path]:
     import grpc_tools
     from grpc_tools import protoc
 
+    # The mypy plugins are programs: found beside this interpreter also when it is not activated.
+    scripts = str(Path(sys.executable).parent)
+    os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), scripts])
     sources = sorted(PROTOS.glob("legato/**/*.proto"))
     include = Path(grpc_tools.__file__).parent / "_proto"
     arguments = [
