@@ -132,7 +132,7 @@ def trailing_metadata(error: LegatoError) -> tuple[tuple[str, str | bytes], ...]
 def from_rpc_error(error: grpc.aio.AioRpcError) -> LegatoError:
     """The typed error behind a failed call. Statuses that did not come from Legato (a refused
     connection, a proxy) are mapped by their code."""
-    trailers = {key: value for key, value in (error.trailing_metadata() or ())}
+    trailers = dict(error.trailing_metadata() or ())
     raw = trailers.get(DETAILS_KEY)
     if isinstance(raw, bytes):
         status = status_pb2.Status.FromString(raw)

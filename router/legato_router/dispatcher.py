@@ -1,0 +1,163 @@
+"""Finds a worker for a request and submits it there: placement, queue, and what a Nack leads to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
+
+from legato.errors import LegatoError, Reason
+from legato.v1 import worker_pb2 as pb
+
+from .attempt import Accepted, Attempt, Lost, Refused
+from .placement import Candidate, choose, score_s
+from .served_model import ServedModel, workers_of
+from .validated import PreparedRequest
+from .waiting_room import Placed, WaitingRoom
+from .worker_link import WorkerLink
+from .worker_view import Load
+
+MAX_REPICKS = 2
+MAX_BACKLOG = 8
+"""Requests beyond its seats that a worker is given; more wait in the router, where they can still
+go elsewhere."""
+USUAL_TOKENS = 256
+RETRY_AFTER_S = 1.0
+
+
+@dataclass(slots=True)
+class Placement:
+    """A request that a worker has accepted."""
+
+    link: WorkerLink
+    attempt: Attempt
+    accepted: pb.Accepted
+
+
+class Dispatcher:
+    """Places requests on the links it is given. Holds no state of requests."""
+
+    def __init__(self, links: list[WorkerLink], room: WaitingRoom, max_queue_s: float) -> None:
+        self._links = links
+        self._room = room
+        self._max_queue_s = max_queue_s
+
+    async def dispatch(
+        self,
+        model: ServedModel,
+        prepared: PreparedRequest,
+        make_submit: Callable[[], pb.Submit],
+        *,
+        affinity: bytes,
+        timeout_s: float | None,
+        tried: set[str],
+    ) -> Placement:
+        """Returns once a worker has accepted the request. Workers named in ``tried`` are left out,
+        and those that refuse or fail here are added to it (fault B085).
+
+        Raises the refusal: NO_WORKER, QUEUE_FULL, QUEUE_TIMEOUT, or a worker's own.
+        """
+        load = _load(prepared)
+        refusal: LegatoError | None = None
+        for _ in range(1 + MAX_REPICKS):
+
+            def place() -> Placed | None:
+                link = self._pick(model, prepared, load, affinity, tried)
+                return None if link is None else (link, link.submit(make_submit(), load))
+
+            try:
+                link, attempt = await self._room.place(
+                    place,
+                    num_tokens=load.prompt_tokens,
+                    request_class=prepared.request.request_class,
+                    timeout_s=min(self._max_queue_s, timeout_s or self._max_queue_s),
+                )
+            except LegatoError as error:
+                raise refusal or error from None
+            try:
+                event = await attempt.next_event()
+            except BaseException:
+                link.abandon(attempt)
+                raise
+            match event:
+                case Accepted(frame):
+                    return Placement(link, attempt, frame)
+                case Refused(nack):
+                    refusal = _refusal(nack)
+                    if refusal.reason in (Reason.INVALID_ARGUMENT, Reason.NEVER_FITS):
+                        raise refusal
+                case Lost(cause):
+                    refusal = LegatoError(Reason.NO_WORKER, cause, retry_after_s=RETRY_AFTER_S)
+                case other:
+                    link.abandon(attempt)
+                    raise LegatoError(Reason.INTERNAL, f"a worker answered with {other!r}")
+            tried.add(attempt.worker)
+        assert refusal is not None
+        raise refusal
+
+    def ranked(
+        self, model: ServedModel, prepared: PreparedRequest
+    ) -> list[tuple[float, WorkerLink]]:
+        """Workers that could take the request now, best first, with their scores in seconds."""
+        load = _load(prepared)
+        scored = [
+            (score_s(link.view, load), link)
+            for link in workers_of(model, self._links)
+            if link.view is not None and self._has_room(link, prepared)
+        ]
+        return sorted(scored, key=lambda entry: entry[0])
+
+    def _pick(
+        self,
+        model: ServedModel,
+        prepared: PreparedRequest,
+        load: Load,
+        affinity: bytes,
+        tried: set[str],
+    ) -> WorkerLink | None:
+        """The best worker with room; None = wait. Raises when no worker could come to have room."""
+        by_name = {
+            link.worker_id: link
+            for link in workers_of(model, self._links)
+            if not link.draining and link.worker_id not in tried
+        }
+        if not by_name:
+            raise LegatoError(
+                Reason.NO_WORKER,
+                f"no worker serves {model.name!r} now",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        candidates = [
+            Candidate(name, link.view)
+            for name, link in by_name.items()
+            if link.view is not None and self._has_room(link, prepared)
+        ]
+        chosen = choose(candidates, load, affinity)
+        return None if chosen is None else by_name[chosen.name]
+
+    def _has_room(self, link: WorkerLink, prepared: PreparedRequest) -> bool:
+        view = link.view
+        if view is None or link.draining:
+            return False
+        spec = view.model
+        length = len(prepared.prompt_ids) + prepared.max_tokens
+        fits = prepared.blocks_needed <= spec.num_blocks and length <= spec.max_model_len
+        return fits and view.num_waiting < MAX_BACKLOG
+
+
+def _load(prepared: PreparedRequest) -> Load:
+    """Few answers reach a large max_tokens, so placement counts a usual length instead."""
+    share = (len(prepared.prompt_ids) + min(prepared.max_tokens, USUAL_TOKENS)) / (
+        len(prepared.prompt_ids) + prepared.max_tokens
+    )
+    return Load(ceil(prepared.blocks_needed * share), len(prepared.prompt_ids))
+
+
+def _refusal(nack: pb.Nack) -> LegatoError:
+    known = nack.reason in Reason.__members__
+    return LegatoError(
+        Reason(nack.reason) if known else Reason.INTERNAL,
+        nack.message,
+        nack.field,
+        retry_after_s=nack.retry_after_s or None,
+    )
