@@ -212,6 +212,6 @@ def main() -> None:
         app()
     except (SettingsError, StoreError, LegatoError, ValueError) as error:
         print(f"legato: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(130 if isinstance(error.__cause__, KeyboardInterrupt) else 2)
     except KeyboardInterrupt:
         sys.exit(130)
