@@ -25,6 +25,7 @@ class Reason(StrEnum):
 
     INVALID_ARGUMENT = "INVALID_ARGUMENT"  # a field is out of its stated range
     MODEL_NOT_FOUND = "MODEL_NOT_FOUND"
+    REQUEST_NOT_FOUND = "REQUEST_NOT_FOUND"  # Explain: not a recent request of this router
     NEVER_FITS = "NEVER_FITS"  # larger than a whole worker's KV cache
     RESUME_INVALID = "RESUME_INVALID"  # token forged, or of another model or request
     KV_CAPACITY = "KV_CAPACITY"
@@ -47,6 +48,7 @@ class Reason(StrEnum):
 STATUS: Mapping[Reason, grpc.StatusCode] = {
     Reason.INVALID_ARGUMENT: grpc.StatusCode.INVALID_ARGUMENT,
     Reason.MODEL_NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    Reason.REQUEST_NOT_FOUND: grpc.StatusCode.NOT_FOUND,
     Reason.NEVER_FITS: grpc.StatusCode.FAILED_PRECONDITION,
     Reason.RESUME_INVALID: grpc.StatusCode.FAILED_PRECONDITION,
     Reason.KV_CAPACITY: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -137,6 +139,9 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> LegatoError:
     if isinstance(raw, bytes):
         status = status_pb2.Status.FromString(raw)
         return _from_status(status)
+    details = error.details() or ""
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:
+        return LegatoError(Reason.INVALID_ARGUMENT, details, "message")  # gRPC's own size limit
     by_code = {
         grpc.StatusCode.UNAVAILABLE: Reason.NO_WORKER,
         grpc.StatusCode.DEADLINE_EXCEEDED: Reason.DEADLINE_EXCEEDED,
@@ -147,7 +152,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> LegatoError:
         grpc.StatusCode.PERMISSION_DENIED: Reason.PERMISSION_DENIED,
         grpc.StatusCode.RESOURCE_EXHAUSTED: Reason.QUEUE_FULL,
     }
-    return LegatoError(by_code.get(error.code(), Reason.INTERNAL), error.details() or "")
+    return LegatoError(by_code.get(error.code(), Reason.INTERNAL), details)
 
 
 def _from_status(status: status_pb2.Status) -> LegatoError:

@@ -39,9 +39,7 @@ def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
         )
 
 
-def checked_id_list(
-    field: str, ids: Sequence[int], limit: int, vocab_size: int
-) -> tuple[int, ...]:
+def checked_id_list(field: str, ids: Sequence[int], limit: int, vocab_size: int) -> tuple[int, ...]:
     """The ids, sorted and named once."""
     check_count(field, len(ids), limit)
     check_ids(field, ids, vocab_size)

@@ -145,7 +145,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         timeline = self._timelines.get(request.request_key)
         if timeline is None:
             message = "not a recent request of this router"
-            await context.abort(grpc.StatusCode.NOT_FOUND, message)
+            await _abort(context, LegatoError(Reason.REQUEST_NOT_FOUND, message, "request_key"))
         return pb.ExplainResponse(request_key=request.request_key, events=timeline.events)
 
     async def ListModels(
