@@ -6,20 +6,22 @@ written so that NaN fails them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
 from .errors import invalid
 from .v1 import inference_pb2 as pb
 
+MAX_LOGIT_BIAS = 100
 MAX_LOGIT_BIASES = 1024
 MAX_TOKEN_ID_LIST = 1024
 
 
 def check_range(field: str, value: int, low: int, high: int, what: str = "value") -> None:
     if not low <= value <= high:
-        raise invalid(field, f"the {what} must lie in {low}..{high}", limit=high, observed=value)
+        limit = low if value < low else high
+        raise invalid(field, f"the {what} must lie in {low}..{high}", limit=limit, observed=value)
 
 
 def check_count(field: str, count: int, limit: int) -> None:
@@ -82,14 +84,17 @@ def resolve_sampling(sampling: pb.Sampling, vocab_size: int) -> Sampling:
     biases: dict[int, float] = {}
     for entry in sampling.logit_bias:
         check_ids("sampling.logit_bias", (entry.token_id,), vocab_size)
-        if not (isfinite(entry.bias) and -100 <= entry.bias <= 100):
-            raise invalid(
-                "sampling.logit_bias",
-                f"the bias of id {entry.token_id} must lie in [-100, 100]",
-                limit="[-100, 100]",
-                observed=entry.bias,
-            )
-        biases[entry.token_id] = biases.get(entry.token_id, 0.0) + entry.bias
+        total = biases.get(entry.token_id, 0.0) + entry.bias
+        for bias in (entry.bias, total):
+            if not (isfinite(bias) and -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS):
+                raise invalid(
+                    "sampling.logit_bias",
+                    f"the bias of id {entry.token_id} must lie in "
+                    f"-{MAX_LOGIT_BIAS}..{MAX_LOGIT_BIAS}, also when its entries are added up",
+                    limit=MAX_LOGIT_BIAS,
+                    observed=bias,
+                )
+        biases[entry.token_id] = total
     top_k = sampling.top_k
     return Sampling(
         temperature=number("temperature", 0.0, 0, 10),
@@ -108,3 +113,17 @@ def resolve_sampling(sampling: pb.Sampling, vocab_size: int) -> Sampling:
         ),
         seed=sampling.seed if sampling.HasField("seed") else None,
     )
+
+
+def check_something_left(
+    sampling: Sampling, *, ending_ids: Collection[int], min_tokens: int, vocab_size: int
+) -> None:
+    """Some id can be generated at each position; before ``min_tokens`` none of ``ending_ids``."""
+    banned = {*sampling.bad_token_ids, *(ending_ids if min_tokens else ())}
+    allowed = sampling.allowed_token_ids
+    if banned.issuperset(allowed) if allowed else len(banned) >= vocab_size:
+        raise invalid(
+            "sampling.allowed_token_ids" if allowed else "sampling.bad_token_ids",
+            "no token is left to generate: all that are allowed are bad_token_ids, or end the "
+            "answer before min_tokens",
+        )

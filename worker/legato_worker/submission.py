@@ -12,7 +12,13 @@ from math import isfinite
 from legato.block_hash import cache_root, chain
 from legato.capacity import blocks_needed
 from legato.errors import LegatoError, Reason, invalid
-from legato.sampling_rules import check_count, check_ids, check_range, resolve_sampling
+from legato.sampling_rules import (
+    check_count,
+    check_ids,
+    check_range,
+    check_something_left,
+    resolve_sampling,
+)
 from legato.v1 import worker_pb2 as pb
 
 from .core.request import Request, RequestClass, ResumedChoice, SamplingParams
@@ -71,10 +77,10 @@ def to_request(
         prompt_ids=ids,
         max_tokens=max_tokens,
         n=n,
-        sampling=_sampling(submit, spec),
+        sampling=_sampling(submit, spec, stop_ids),
         stop_token_ids=frozenset(stop_ids),
         min_tokens=submit.min_tokens,
-        request_class=RequestClass(submit.request_class or RequestClass.STANDARD),
+        request_class=_request_class(submit.request_class),
         arrival_s=now,
         deadline_s=now + submit.timeout_s if submit.timeout_s else None,
         block_hashes=chain(root, ids, spec.block_size),
@@ -85,8 +91,21 @@ def to_request(
     )
 
 
-def _sampling(submit: pb.Submit, spec: RunnerSpec) -> SamplingParams:
+def _request_class(value: int) -> RequestClass:
+    try:
+        return RequestClass(value or RequestClass.STANDARD)
+    except ValueError:
+        raise invalid("request_class", "not a known class", observed=value) from None
+
+
+def _sampling(submit: pb.Submit, spec: RunnerSpec, stop_ids: set[int]) -> SamplingParams:
     checked = resolve_sampling(submit.sampling, spec.vocab_size)
+    check_something_left(
+        checked,
+        ending_ids=stop_ids,
+        min_tokens=submit.min_tokens,
+        vocab_size=spec.vocab_size,
+    )
     if checked.seed is None:
         raise invalid("sampling.seed", "the router must choose the seed")
     return SamplingParams(
