@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 import torch
 
@@ -20,6 +21,7 @@ class PagedStep:
     - ``query_start`` [R + 1] int32, ``context_lens`` [R] int32
     - ``block_tables`` [R, max_blocks] int32: entries past a row's length are undefined
     - ``max_query_len``, ``max_context_len``: over the rows
+    - ``plans``: what a backend derives from the above at its first use, for the layers after it
     """
 
     positions: torch.Tensor
@@ -29,6 +31,7 @@ class PagedStep:
     block_tables: torch.Tensor
     max_query_len: int
     max_context_len: int
+    plans: dict[Hashable, object] = field(default_factory=dict, repr=False)
 
 
 @dataclass(slots=True)
