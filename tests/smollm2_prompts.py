@@ -19,7 +19,7 @@ OPENINGS = (
     "1, 2, 3, 5, 8, 13, 21, 34,",
     "Dear Sir or Madam,\n\n",
     "In 1969, 3 astronauts flew 384,400 km;",
-    "{\"name\": \"Ada\", \"born\": 1815, ",
+    '{"name": "Ada", "born": 1815, ',
     "Die Katze sitzt auf dem",
     "Q: What is the capital of France?\nA:",
     "# Shopping list\n- eggs\n- ",
