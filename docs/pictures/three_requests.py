@@ -65,7 +65,9 @@ def panel(title: str, steps: list[list[str | None]], top: int) -> list[str]:
             size = f'width="{CELL - 4}" height="{ROW - 6}"'
             lines.append(f'<rect x="{x}" y="{y}" {size} rx="5" fill="{fill}"/>')
             if name:
-                lines.append(f'<text x="{x + CELL / 2 - 2}" y="{y + 25}" class="name">{name}</text>')
+                lines.append(
+                    f'<text x="{x + CELL / 2 - 2}" y="{y + 25}" class="name">{name}</text>'
+                )
             else:
                 lines.append(f'<text x="{x + CELL / 2 - 2}" y="{y + 25}" class="idle">idle</text>')
     for step in range(len(steps)):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from . import eager, reference
 from .linear import Linear
@@ -53,12 +54,22 @@ def _choose() -> tuple[str, str, ModuleType]:
 
 
 BACKEND, REASON, _module = _choose()
-_copier = reference if BACKEND == "reference" else eager
 
-add_rms_norm = _module.add_rms_norm
-append_kv = _module.append_kv
-copy_blocks = _copier.copy_blocks
-paged_attention = _module.paged_attention
-rms_norm = _module.rms_norm
-rotary = _module.rotary
-silu_mul = _module.silu_mul
+if TYPE_CHECKING:  # all backends have these signatures
+    from .eager import (
+        add_rms_norm,
+        append_kv,
+        copy_blocks,
+        paged_attention,
+        rms_norm,
+        rotary,
+        silu_mul,
+    )
+else:
+    add_rms_norm = _module.add_rms_norm
+    append_kv = _module.append_kv
+    copy_blocks = _module.copy_blocks
+    paged_attention = _module.paged_attention
+    rms_norm = _module.rms_norm
+    rotary = _module.rotary
+    silu_mul = _module.silu_mul

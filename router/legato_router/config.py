@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,7 @@ class RouterConfig:
     max_queued_tokens: int = 4_000_000
     max_queue_s: float = 60.0
     window_tokens: int = 256
+    slow_reader_s: float = 60.0
     tokenizer_threads: int = 2
     drain_s: float = 30.0
 
@@ -27,8 +29,9 @@ class RouterConfig:
         for name in ("max_requests", "max_queued_tokens", "window_tokens", "tokenizer_threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.max_queued < 0:
-            raise ValueError(f"max_queued must be at least 0, not {self.max_queued}")
+        for name in ("max_queued", "max_queue_s", "slow_reader_s", "drain_s"):
+            if not 0 <= getattr(self, name) < inf:
+                raise ValueError(f"{name} must be finite and >= 0, not {getattr(self, name)}")
         if not self.workers:
             raise ValueError("workers must name at least one address")
         if not self.models:
@@ -51,6 +54,7 @@ HELP = {
     "max_queued_tokens": "prompt tokens of those that wait",
     "max_queue_s": "longest wait for a worker (QUEUE_TIMEOUT)",
     "window_tokens": "tokens that a worker may run ahead of a client",
+    "slow_reader_s": "a client whose connection takes nothing for so long is ended (SLOW_READER)",
     "tokenizer_threads": "threads that tokenize prompts",
     "drain_s": "time for open requests after SIGTERM",
 }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 
+from legato.capacity import blocks_needed
 from legato.errors import LegatoError, Reason
 from legato.v1 import worker_pb2 as pb
 
@@ -15,7 +17,7 @@ from .served_model import ServedModel, workers_of
 from .validated import PreparedRequest
 from .waiting_room import Placed, WaitingRoom
 from .worker_link import WorkerLink
-from .worker_view import Load
+from .worker_view import Load, WorkerView
 
 MAX_REPICKS = 2
 MAX_BACKLOG = 8
@@ -53,13 +55,18 @@ class Dispatcher:
         tried: set[str],
     ) -> Placement:
         """Returns once a worker has accepted the request. Workers named in ``tried`` are left out,
-        and those that refuse or fail here are added to it (fault B085).
+        and those that refuse or fail here are added to it (fault B085); one that is only full is
+        not: it can be chosen again when it has sent newer numbers.
 
         Raises the refusal: NO_WORKER, QUEUE_FULL, QUEUE_TIMEOUT, or a worker's own.
         """
         load = _load(prepared)
+        max_wait_s = self._max_queue_s if timeout_s is None else min(self._max_queue_s, timeout_s)
+        now = asyncio.get_running_loop().time
+        end, arrival = now() + max_wait_s, self._room.arrival()
         refusal: LegatoError | None = None
-        for _ in range(1 + MAX_REPICKS):
+        num_picks = 0
+        while num_picks <= MAX_REPICKS:
 
             def place() -> Placed | None:
                 link = self._pick(model, prepared, load, affinity, tried)
@@ -70,7 +77,8 @@ class Dispatcher:
                     place,
                     num_tokens=load.prompt_tokens,
                     request_class=prepared.request.request_class,
-                    timeout_s=min(self._max_queue_s, timeout_s or self._max_queue_s),
+                    arrival=arrival,
+                    timeout_s=end - now(),
                 )
             except LegatoError as error:
                 raise refusal or error from None
@@ -82,6 +90,8 @@ class Dispatcher:
             match event:
                 case Accepted(frame):
                     return Placement(link, attempt, frame)
+                case Refused(nack) if nack.reason == Reason.QUEUE_FULL:
+                    continue  # another one, or wait in the room: here is room no sooner than told
                 case Refused(nack):
                     refusal = _refusal(nack)
                     if refusal.reason in (Reason.INVALID_ARGUMENT, Reason.NEVER_FITS):
@@ -92,6 +102,7 @@ class Dispatcher:
                     link.abandon(attempt)
                     raise LegatoError(Reason.INTERNAL, f"a worker answered with {other!r}")
             tried.add(attempt.worker)
+            num_picks += 1
         assert refusal is not None
         raise refusal
 
@@ -103,7 +114,10 @@ class Dispatcher:
         scored = [
             (score_s(link.view, load), link)
             for link in workers_of(model, self._links)
-            if link.view is not None and self._has_room(link, prepared)
+            if link.view is not None
+            and not link.draining
+            and _fits(link, prepared)
+            and _has_room(link.view)
         ]
         return sorted(scored, key=lambda entry: entry[0])
 
@@ -119,7 +133,7 @@ class Dispatcher:
         by_name = {
             link.worker_id: link
             for link in workers_of(model, self._links)
-            if not link.draining and link.worker_id not in tried
+            if not link.draining and link.worker_id not in tried and _fits(link, prepared)
         }
         if not by_name:
             raise LegatoError(
@@ -130,19 +144,23 @@ class Dispatcher:
         candidates = [
             Candidate(name, link.view)
             for name, link in by_name.items()
-            if link.view is not None and self._has_room(link, prepared)
+            if link.view is not None and _has_room(link.view)
         ]
         chosen = choose(candidates, load, affinity)
         return None if chosen is None else by_name[chosen.name]
 
-    def _has_room(self, link: WorkerLink, prepared: PreparedRequest) -> bool:
-        view = link.view
-        if view is None or link.draining:
-            return False
-        spec = view.model
-        length = len(prepared.prompt_ids) + prepared.max_tokens
-        fits = prepared.blocks_needed <= spec.num_blocks and length <= spec.max_model_len
-        return fits and view.num_waiting < MAX_BACKLOG
+
+def _fits(link: WorkerLink, prepared: PreparedRequest) -> bool:
+    """Whether the worker could hold the request if it had nothing else to do."""
+    if link.view is None:
+        return False
+    spec, num_prompt = link.view.model, len(prepared.prompt_ids)
+    needed = blocks_needed(num_prompt, prepared.max_tokens, prepared.request.n, spec.block_size)
+    return needed <= spec.num_blocks and num_prompt + prepared.max_tokens <= spec.max_model_len
+
+
+def _has_room(view: WorkerView) -> bool:
+    return not view.full and view.num_waiting < MAX_BACKLOG
 
 
 def _load(prepared: PreparedRequest) -> Load:

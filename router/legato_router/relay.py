@@ -14,12 +14,19 @@ from .credit_window import CreditWindow
 from .detokenize import TextStream
 from .dispatcher import Dispatcher, Placement
 from .served_model import ServedModel
+from .server_frames import admitted, finished
 from .stop import StopStrings
 from .submit_message import Ticket, to_submit
 from .timeline import Timeline
 from .validated import PreparedRequest
 
 MAX_MOVES = 2
+RETRY_AFTER_S = 1.0
+_CUT = {
+    Reason.CANCELLED: pb.FINISH_REASON_CANCELLED,
+    Reason.DEADLINE_EXCEEDED: pb.FINISH_REASON_DEADLINE,
+}
+"""Ends that leave an answer as it stands, once it has begun."""
 
 
 class Relay:
@@ -56,12 +63,20 @@ class Relay:
         self._ttft_s = 0.0
         self._queue_s = 0.0
 
+    @property
+    def prepared(self) -> PreparedRequest:
+        return self._prepared
+
+    @property
+    def _is_whole(self) -> bool:
+        """Every choice has ended for the client."""
+        return all(choice.ended for choice in self._choices)
+
     # -- from the client -----------------------------------------------------------------------
 
     def grant(self, tokens: int) -> None:
-        more = self._credit.client_granted(tokens)
-        if more and self._placement is not None:
-            self._placement.link.grant(self._placement.attempt, more)
+        self._credit.client_granted(tokens)
+        self._pace()
 
     def cancel(self) -> None:
         """The client's Cancel frame. Its worker ends the request within a step."""
@@ -80,18 +95,20 @@ class Relay:
         """
         closing = [delta for delta in self._resume() if delta is not None]
         try:
-            if all(choice.ended for choice in self._choices):
+            if self._is_whole:
                 accepted = worker_pb2.Accepted()  # nothing is left to run
-                yield self._admitted(accepted, "")
+                yield admitted(self._prepared, self._ticket, accepted, "")
             else:
                 placement = await self._place()
                 self._queue_s = self._timeline.elapsed_s()
-                yield self._admitted(placement.accepted, placement.link.worker_id)
+                worker = placement.link.worker_id
+                yield admitted(self._prepared, self._ticket, placement.accepted, worker)
             for delta in closing:
                 yield pb.ServerFrame(delta=delta)
             ended = worker_pb2.Ended()
             while self._placement is not None:
                 event = await self._placement.attempt.next_event()
+                lost: LegatoError | None = None
                 match event:
                     case Tokens():
                         async for frame in self._take_tokens(event):
@@ -104,12 +121,25 @@ class Relay:
                         self._prompt_logprobs.extend(entries)
                     case Ended(ended):
                         self._placement = None
+                        if ended.error_reason == Reason.DRAINING:
+                            lost = LegatoError(Reason.DRAINING, ended.error_message)
                     case Lost(cause):
                         self._placement = None
-                        if not all(choice.ended for choice in self._choices):
-                            yield await self._move(cause)
+                        lost = LegatoError(Reason.WORKER_LOST, cause)
+                if lost is not None and not self._is_whole:
+                    try:
+                        frame = await self._move(lost)
+                    except LegatoError as error:
+                        if error.reason not in _CUT:
+                            raise
+                        ended = worker_pb2.Ended(reason=_CUT[error.reason])
+                    else:
+                        yield frame
             async for frame in self._finish(ended):
                 yield frame
+        except LegatoError as error:
+            self._timeline.add("refused", reason=error.reason.value)
+            raise
         finally:
             if self._placement is not None:
                 self._placement.link.abandon(self._placement.attempt)
@@ -129,13 +159,16 @@ class Relay:
         ]
 
     async def _place(self) -> Placement:
+        remaining_s = self._remaining_s()
+        if remaining_s is not None and remaining_s <= 0:
+            raise LegatoError(Reason.DEADLINE_EXCEEDED, "the deadline passed before it was placed")
         dispatching = self._dispatching = asyncio.create_task(
             self._dispatcher.dispatch(
                 self._model,
                 self._prepared,
                 self._submit,
                 affinity=self._ticket.affinity,
-                timeout_s=self._remaining_s(),
+                timeout_s=remaining_s,
                 tried=self._tried,
             )
         )
@@ -147,7 +180,8 @@ class Relay:
             if dispatching.done() and not dispatching.cancelled() and not dispatching.exception():
                 placed = dispatching.result()  # in the very moment in which the caller left
                 placed.link.abandon(placed.attempt)
-            elif self._cancelled:
+            own = asyncio.current_task()
+            if self._cancelled and not (own is not None and own.cancelling()):
                 raise LegatoError(Reason.CANCELLED, "cancelled by the client") from None
             raise
         except LegatoError:
@@ -158,32 +192,47 @@ class Relay:
         finally:
             self._dispatching = None
         self._timeline.add("accepted", worker=placement.link.worker_id)
+        # What the client sent between the Submit and now.
+        if self._cancelled:
+            placement.link.cancel(placement.attempt)
+        self._pace()
         return placement
 
-    async def _move(self, cause: str) -> pb.ServerFrame:
-        """The worker is gone: the answer goes on from another one, from where it stands."""
+    async def _move(self, lost: LegatoError) -> pb.ServerFrame:
+        """The worker is gone, for the reason ``lost``: the answer goes on from another one, from
+        where it stands."""
         self._moves += 1
+        cause = lost.message
         if self._moves > MAX_MOVES:
             raise LegatoError(
                 Reason.QUARANTINED, f"{self._moves} workers were lost with this request: {cause}"
             )
         from_index = sum(len(choice.ids) for choice in self._choices)
-        self._timeline.add("lost", cause=cause, tokens=from_index)
+        if not from_index:
+            self._prompt_logprobs = []  # computed again, all of them
+        self._tried.clear()  # those that had no room then may have some now
         try:
             placement = await self._place()
         except LegatoError as error:
             if error.reason is not Reason.NO_WORKER:
                 raise
-            raise LegatoError(
-                Reason.WORKER_LOST, f"{cause}; {error.message}", retry_after_s=error.retry_after_s
-            ) from None
+            message = f"{cause}; {error.message}"
+            raise LegatoError(lost.reason, message, retry_after_s=RETRY_AFTER_S) from None
         worker = placement.link.worker_id
+        self._timeline.add("moved", cause=cause, worker=worker, tokens=from_index)
         return pb.ServerFrame(moved=pb.Moved(from_index=from_index, cause=cause, worker=worker))
+
+    def _pace(self) -> None:
+        """Grants the worker what has become due, if there is one to grant it to."""
+        if self._placement is not None and (more := self._credit.due()):
+            self._placement.link.grant(self._placement.attempt, more)
 
     async def _take_tokens(self, tokens: Tokens) -> AsyncGenerator[pb.ServerFrame, None]:
         choice = self._choices[tokens.choice]
         delta = choice.take(tokens)
         if delta is None:
+            self._credit.dropped(len(tokens.ids))
+            self._pace()
             return
         if choice.ended and self._placement is not None:
             self._placement.link.cancel(self._placement.attempt, choice.choice)
@@ -194,59 +243,31 @@ class Relay:
         if not self._ttft_s:
             self._ttft_s = self._timeline.elapsed_s()
             self._timeline.add("first_token")
-        more = self._credit.delivered(len(tokens.ids))
-        if more and self._placement is not None:
-            self._placement.link.grant(self._placement.attempt, more)
+        self._credit.delivered(len(delta.ids))
+        self._credit.dropped(len(tokens.ids) - len(delta.ids))
+        self._pace()
 
     async def _finish(self, ended: worker_pb2.Ended) -> AsyncGenerator[pb.ServerFrame, None]:
-        if ended.error_reason:
+        if ended.error_reason and not self._is_whole:
             known = ended.error_reason in Reason.__members__
             raise LegatoError(
                 Reason(ended.error_reason) if known else Reason.INTERNAL, ended.error_message
             )
-        whole = self._choices[0].reason or ended.reason
+        whole = self._choices[0].reason if self._is_whole else ended.reason
         for choice in self._choices:
-            if not choice.ended:
-                whole = ended.reason
-                delta = choice.end(ended.reason)
-                if delta is not None:
-                    yield pb.ServerFrame(delta=delta)
-        finished = pb.Finished(
-            reason=whole,  # type: ignore[arg-type]
-            usage=pb.Usage(
-                prompt_tokens=len(self._prepared.prompt_ids),
-                completion_tokens=sum(len(choice.ids) for choice in self._choices),
-                cached_tokens=ended.cached_tokens,
-                recomputed_tokens=ended.recomputed_tokens,
-            ),
-            timings=pb.Timings(
-                router_queue_s=self._queue_s,
-                worker_queue_s=ended.queue_s,
-                ttft_s=self._ttft_s,
-                e2e_s=self._timeline.elapsed_s(),
-                preemptions=ended.preemptions,
-                moves=self._moves,
-            ),
+            delta = choice.end(ended.reason)
+            if delta is not None:
+                yield pb.ServerFrame(delta=delta)
+        self._timeline.add("finished", reason=pb.FinishReason.Name(whole))  # type: ignore[arg-type]
+        timings = pb.Timings(
+            router_queue_s=self._queue_s,
+            ttft_s=self._ttft_s,
+            e2e_s=self._timeline.elapsed_s(),
+            moves=self._moves,
         )
-        self._timeline.add("finished", reason=pb.FinishReason.Name(finished.reason))
-        yield pb.ServerFrame(finished=finished)
+        yield finished(self._prepared, self._choices, ended, reason=whole, timings=timings)
 
     # -- messages ------------------------------------------------------------------------------
-
-    def _admitted(self, accepted: worker_pb2.Accepted, worker: str) -> pb.ServerFrame:
-        return pb.ServerFrame(
-            admitted=pb.Admitted(
-                request_key=self._ticket.request_key,
-                request_id=self._prepared.request.request_id,
-                worker=worker,
-                prompt_tokens=len(self._prepared.prompt_ids),
-                cached_tokens=accepted.cached_tokens,
-                estimated_ttft_s=accepted.estimated_ttft_s,
-                seed=self._ticket.seed,
-                max_tokens=self._prepared.max_tokens,
-                resume_token=self._ticket.resume_token,
-            )
-        )
 
     def _submit(self) -> worker_pb2.Submit:
         return to_submit(

@@ -82,7 +82,10 @@ async def serve(
     for source in sources:
         models[source.name] = await loop.run_in_executor(None, _load, source, config)
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    port = server.add_insecure_port(config.listen)
+    try:
+        port = server.add_insecure_port(config.listen)
+    except RuntimeError:
+        raise ValueError(f"cannot listen on {config.listen}: is it in use?") from None
     identity = RouterIdentity(config.router_id or f"{os.uname().nodename}:{port}", uuid.uuid4().hex)
     room = WaitingRoom(max_requests=config.max_queued, max_tokens=config.max_queued_tokens)
     links = [

@@ -7,15 +7,13 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, NoReturn
 
-import grpc
-import structlog
-from legato.errors import LegatoError, Reason, invalid, trailing_metadata
+from legato.errors import LegatoError, Reason, invalid
 from legato.v1 import inference_pb2 as pb, inference_pb2_grpc
 
 from . import resume_token
-from .collect import collect
+from .client_call import ClientReader, Context, abort, write_all
+from .collect import check_unary_size, collect
 from .config import RouterConfig
 from .dispatcher import Dispatcher
 from .relay import Relay
@@ -26,14 +24,10 @@ from .validate import check_prompt, validate
 from .validated import ModelLimits, PreparedRequest
 from .worker_link import WorkerLink
 
-FIRST_FRAME_S = 30.0
 MAX_TENANT_BYTES = 128
 MAX_TRACEPARENT_BYTES = 128
 AFFINITY_IDS = 64
 RETRY_AFTER_S = 1.0
-log = structlog.get_logger("legato.router")
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +66,20 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     # -- RPCs ----------------------------------------------------------------------------------
 
-    async def Generate(
+    async def Generate(  # type: ignore[override]  # writes itself, so that a write can time out
         self,
         request_iterator: AsyncIterator[pb.ClientFrame],
         context: Context,
-    ) -> AsyncIterator[pb.ServerFrame]:
-        client = _ClientReader(request_iterator)
+    ) -> None:
+        client = ClientReader(request_iterator)
         try:
             with self._counted():
                 relay = await self._open(await client.request(), context)
                 client.follow(relay)
                 async with contextlib.aclosing(relay.frames()) as frames:
-                    async for frame in frames:
-                        yield frame
-        except LegatoError as error:
-            await _abort(context, error)
+                    await write_all(context, frames, self._config.slow_reader_s)
+        except Exception as error:
+            await abort(context, error)
         finally:
             client.close()
 
@@ -100,10 +93,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 if request.HasField("initial_credit"):
                     raise invalid("initial_credit", "has no meaning for GenerateOnce")
                 relay = await self._open(request, context)
+                check_unary_size(relay.prepared)
                 async with contextlib.aclosing(relay.frames()) as frames:
                     return await collect(frames)
-        except LegatoError as error:
-            await _abort(context, error)
+        except Exception as error:
+            await abort(context, error)
 
     async def Plan(
         self,
@@ -145,7 +139,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         timeline = self._timelines.get(request.request_key)
         if timeline is None:
             message = "not a recent request of this router"
-            await _abort(context, LegatoError(Reason.REQUEST_NOT_FOUND, message, "request_key"))
+            await abort(context, LegatoError(Reason.REQUEST_NOT_FOUND, message, "request_key"))
         return pb.ExplainResponse(request_key=request.request_key, events=timeline.events)
 
     async def ListModels(
@@ -191,8 +185,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         seed = checked.sampling.seed
         if seed is None:
             seed = sources.new_seed()
-        remaining = context.time_remaining()
-        deadlines = [remaining, checked.objective.deadline_s]
+        left_s = context.time_remaining()
+        deadlines = [
+            None if left_s is None else timeline.elapsed_s() + left_s,
+            checked.objective.deadline_s,
+        ]
         ticket = Ticket(
             request_key=key,
             tenant=tenant,
@@ -270,63 +267,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             self.num_requests -= 1
             if not self.num_requests:
                 self.idle.set()
-
-
-class _ClientReader:
-    """Reads a client's frames in one task for the life of the call (a read that is cancelled and
-    begun again leaks in grpc.aio)."""
-
-    def __init__(self, frames: AsyncIterator[pb.ClientFrame]) -> None:
-        self._first: asyncio.Future[pb.GenerateRequest] = asyncio.get_running_loop().create_future()
-        self._relay: Relay | None = None
-        self._cancelled = False
-        self._granted = 0
-        self._task = asyncio.create_task(self._read(frames))
-
-    async def request(self) -> pb.GenerateRequest:
-        """The request of the first frame. Raises INVALID_ARGUMENT."""
-        await asyncio.wait((self._first,), timeout=FIRST_FRAME_S)
-        if not self._first.done():
-            raise invalid("request", f"no request within {FIRST_FRAME_S:g} s")
-        return self._first.result()
-
-    def follow(self, relay: Relay) -> None:
-        """Passes what comes on to ``relay``, and what came meanwhile."""
-        self._relay = relay
-        if self._granted:
-            relay.grant(self._granted)
-        if self._cancelled:
-            relay.cancel()
-
-    def close(self) -> None:
-        self._task.cancel()
-        if self._first.done() and not self._first.cancelled():
-            self._first.exception()
-
-    async def _read(self, frames: AsyncIterator[pb.ClientFrame]) -> None:
-        async for frame in frames:
-            kind = frame.WhichOneof("frame")
-            if not self._first.done():
-                if kind == "request":
-                    self._first.set_result(frame.request)
-                else:
-                    self._first.set_exception(invalid("request", "must be the first frame"))
-                    return
-            elif kind == "credit":
-                self._granted += frame.credit.tokens
-                if self._relay is not None:
-                    self._relay.grant(frame.credit.tokens)
-            elif kind == "cancel":
-                self._cancelled = True
-                if self._relay is not None:
-                    self._relay.cancel()
-        if not self._first.done():
-            self._first.set_exception(invalid("request", "the call carried no request"))
-
-
-async def _abort(context: Context, error: LegatoError) -> NoReturn:
-    await context.abort(error.code, str(error), trailing_metadata=trailing_metadata(error))
-    raise AssertionError("abort raises")
 
 
 def _affinity(session: str, prompt_ids: Sequence[int]) -> bytes:

@@ -14,6 +14,7 @@ from .validated import RequestClass
 from .worker_link import WorkerLink
 
 MAX_SCAN = 64
+"""Requests without room for them, looked at in one go."""
 RETRY_AFTER_S = 1.0
 
 Placed = tuple[WorkerLink, Attempt]
@@ -48,12 +49,18 @@ class WaitingRoom:
     def num_tokens(self) -> int:
         return self._num_tokens
 
+    def arrival(self) -> int:
+        """The next place in the order of arrivals, for one or more calls of :meth:`place`."""
+        self._next += 1
+        return self._next
+
     async def place(
         self,
         place: Callable[[], Placed | None],
         *,
         num_tokens: int,
         request_class: RequestClass,
+        arrival: int,
         timeout_s: float,
     ) -> Placed:
         """Calls ``place`` until it gives a worker, at once and then on each :meth:`changed`.
@@ -67,9 +74,8 @@ class WaitingRoom:
             raise self._full("requests", self._max_requests, len(self._waiters))
         if self._num_tokens + num_tokens > self._max_tokens and self._waiters:
             raise self._full("prompt tokens", self._max_tokens, self._num_tokens + num_tokens)
-        self._next += 1
         waiter = _Waiter(
-            (int(request_class), self._next),
+            (int(request_class), arrival),
             num_tokens,
             place,
             asyncio.get_running_loop().create_future(),
@@ -83,7 +89,7 @@ class WaitingRoom:
                 return waiter.result.result()
             raise LegatoError(
                 Reason.QUEUE_TIMEOUT,
-                f"no worker had room within {timeout_s:.1f} s",
+                "no worker had room in time",
                 metadata={"limit": f"{timeout_s:.3f}"},
                 retry_after_s=RETRY_AFTER_S,
             )
@@ -98,16 +104,21 @@ class WaitingRoom:
 
     def changed(self) -> None:
         """Something ended or arrived: places whoever fits now, in order."""
-        for waiter in self._waiters[:MAX_SCAN]:
+        num_passed = 0
+        for waiter in list(self._waiters):
             if waiter.result.done():
                 continue
             try:
                 placed = waiter.place()
-            except LegatoError as error:
+            except Exception as error:  # its own failure: not that of whoever called
                 waiter.result.set_exception(error)
                 continue
             if placed is not None:
                 waiter.result.set_result(placed)
+                continue
+            num_passed += 1
+            if num_passed == MAX_SCAN:
+                return
 
     def _full(self, what: str, limit: int, observed: int) -> LegatoError:
         return LegatoError(

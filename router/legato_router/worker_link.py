@@ -11,6 +11,7 @@ from random import Random
 import grpc
 import structlog
 from legato.endpoints import CHANNEL_OPTIONS
+from legato.errors import Reason
 from legato.v1 import inference_pb2, worker_pb2 as pb, worker_pb2_grpc
 
 from .attempt import Accepted, Attempt, ChoiceEnded, Ended, Lost, PromptLogprobs, Refused, Tokens
@@ -20,6 +21,7 @@ PROTOCOL_VERSION = 1
 MAX_IDS_PER_FRAME = 16_384
 HEARTBEAT_S = 1.0
 MAX_SILENCE_S = 3.0
+MIN_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 2.0
 log = structlog.get_logger("legato.router.link")
 
@@ -68,21 +70,18 @@ class WorkerLink:
 
     async def run(self) -> None:
         """Keeps the link up until cancelled."""
-        backoff_s = 0.05
+        backoff_s, last_cause = MIN_BACKOFF_S, ""
         while True:
-            try:
-                async with grpc.aio.insecure_channel(
-                    self.address, options=CHANNEL_OPTIONS
-                ) as channel:
-                    await self._attach(worker_pb2_grpc.WorkerStub(channel))
-                cause = "the worker closed the link"
-            except grpc.aio.AioRpcError as error:
-                cause = f"{error.code().name}: {error.details()}"
+            async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
+                cause = await self._attach(worker_pb2_grpc.WorkerStub(channel))
             attached = self.view is not None
             self._lose(cause)
             if attached:
                 log.warning("worker lost", worker=self.worker_id, cause=cause)
-                backoff_s = 0.05
+                backoff_s = MIN_BACKOFF_S
+            elif cause != last_cause:
+                log.warning("worker not attached", address=self.address, cause=cause)
+            last_cause = cause
             await asyncio.sleep(backoff_s * self._random.uniform(0.5, 1.0))
             backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
 
@@ -113,7 +112,8 @@ class WorkerLink:
         self.cancel(attempt)
         self._forget(attempt)
 
-    async def _attach(self, stub: worker_pb2_grpc.WorkerStub) -> None:
+    async def _attach(self, stub: worker_pb2_grpc.WorkerStub) -> str:
+        """One stream, until it ends; returns why it ended."""
         call = stub.Attach()
         self._outgoing.clear()
         hello = pb.Hello(
@@ -122,20 +122,32 @@ class WorkerLink:
             protocol_version=PROTOCOL_VERSION,
         )
         self._send(pb.RouterFrame(hello=hello))
-        self._heard_s = self._clock()
-        tasks = [
-            asyncio.create_task(self._write(call)),
-            asyncio.create_task(self._heartbeat(call)),
-        ]
+        writer = asyncio.create_task(self._write(call))
+        watch = asyncio.create_task(self._until_silent())
+        for task in (writer, watch):
+            task.add_done_callback(lambda _: call.cancel())
         try:
             async for frame in call:
                 self._heard_s = self._clock()
                 self._handle(frame)
+            return "the worker closed the link"
+        except grpc.aio.AioRpcError as error:
+            return f"{error.code().name}: {error.details()}"
+        except asyncio.CancelledError:
+            # Of the call, by one of its tasks, or of this task from outside?
+            own = asyncio.current_task()
+            if (own is not None and own.cancelling()) or not (watch.done() or writer.done()):
+                raise
+            silent = f"nothing was heard for {MAX_SILENCE_S:g} s"
+            return silent if watch.done() else "the link could not be written"
+        except Exception as error:  # a frame that makes no sense ends this link, not the router
+            log.exception("a worker's frame could not be taken", worker=self.worker_id)
+            return f"{type(error).__name__}: {error}"
         finally:
             call.cancel()
-            for task in tasks:
+            for task in (writer, watch):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(writer, watch, return_exceptions=True)
 
     async def _write(self, call: grpc.aio.StreamStreamCall[pb.RouterFrame, pb.WorkerFrame]) -> None:
         while True:
@@ -144,18 +156,18 @@ class WorkerLink:
             self._ready.clear()
             await self._ready.wait()
 
-    async def _heartbeat(
-        self, call: grpc.aio.StreamStreamCall[pb.RouterFrame, pb.WorkerFrame]
-    ) -> None:
-        """A worker that answers nothing for ``MAX_SILENCE_S`` is lost, connection or not."""
+    async def _until_silent(self) -> None:
+        """Pings, and returns when the worker has answered nothing for ``MAX_SILENCE_S``: it is
+        lost, connection or not. Time in which this very loop did not run does not count."""
         number = 0
-        while True:
-            await asyncio.sleep(HEARTBEAT_S)
-            if self._clock() - self._heard_s > MAX_SILENCE_S:
-                call.cancel()
-                return
+        self._heard_s = asked_s = self._clock()
+        while self._clock() - self._heard_s <= MAX_SILENCE_S:
             number += 1
             self._send(pb.RouterFrame(ping=pb.Ping(id=number)))
+            await asyncio.sleep(HEARTBEAT_S)
+            now = self._clock()
+            self._heard_s = min(now, self._heard_s + max(0.0, now - asked_s - HEARTBEAT_S))
+            asked_s = now
 
     def _send(self, frame: pb.RouterFrame) -> None:
         self._outgoing.append(frame)
@@ -176,7 +188,7 @@ class WorkerLink:
                 if attempt is not None:
                     self._forget(attempt)
                     attempt.put(Refused(frame.nack))
-                self._update(frame.nack.snapshot)
+                self._update(frame.nack.snapshot, full=frame.nack.reason == Reason.QUEUE_FULL)
             case "welcome":
                 welcome = frame.welcome
                 self.worker_id = welcome.worker_id
@@ -222,9 +234,10 @@ class WorkerLink:
         elif step.ended:
             self._changed()
 
-    def _update(self, snapshot: pb.Snapshot) -> None:
+    def _update(self, snapshot: pb.Snapshot, *, full: bool = False) -> None:
         if self.view is not None:
             self.view.update(snapshot)
+            self.view.full = full
             self.draining = snapshot.draining
             self._changed()
 

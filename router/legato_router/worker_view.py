@@ -29,6 +29,8 @@ class WorkerView:
     unapplied: OrderedDict[int, Load] = field(default_factory=OrderedDict)
     unapplied_blocks: int = 0
     unapplied_tokens: int = 0
+    full: bool = False
+    """It refused a request for want of room, and has sent no newer numbers since."""
 
     def submitted(self, seq: int, load: Load) -> None:
         self.unapplied[seq] = load
@@ -44,6 +46,7 @@ class WorkerView:
 
     def update(self, snapshot: pb.Snapshot) -> None:
         self.snapshot = snapshot
+        self.full = False
         while self.unapplied and next(iter(self.unapplied)) <= snapshot.last_applied_seq:
             self.settle(next(iter(self.unapplied)))
 
@@ -52,6 +55,11 @@ class WorkerView:
         """Requests that would be served before the next one, not yet running."""
         free_seats = max(0, self.model.max_num_seqs - self.snapshot.running)
         return self.snapshot.waiting + max(0, len(self.unapplied) - free_seats)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences there, running or not, and requests on their way."""
+        return self.snapshot.running + self.snapshot.waiting + len(self.unapplied)
 
     @property
     def prefill_tokens_per_s(self) -> float:

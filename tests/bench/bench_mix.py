@@ -16,6 +16,7 @@ import random
 import statistics
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -102,7 +103,7 @@ class Padded:
 
 
 def summary(stamps: Stamps) -> dict[str, float]:
-    gaps = [after - before for row in stamps for before, after in zip(row, row[1:], strict=False)]
+    gaps = [after - before for row in stamps for before, after in pairwise(row)]
     return {
         "tokens_per_s": sum(map(len, stamps)) / max(row[-1] for row in stamps),
         "ttft_p95_ms": 1e3 * quantile([row[0] for row in stamps], 0.95),

@@ -12,9 +12,8 @@ from legato.block_hash import cache_root, chain
 from legato_worker.config import WorkerConfig
 from legato_worker.core.request import Request
 from legato_worker.engine import Add, Engine, EngineUpdate
-from legato_worker.serve import build_scheduler
-
 from legato_worker.runners.base import Runner
+from legato_worker.serve import build_scheduler
 
 ROOT = cache_root(fingerprint="bench")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,7 @@ class WorkerConfig:
     drain_s: float = 30.0
     stall_s: float = 20.0
     decision_log: str = ""
+    simulated_vocab_size: int = 49152
     simulated_base_ms: float = 10.0
     simulated_per_token_us: float = 50.0
     seed: int = 0
@@ -51,10 +53,15 @@ class WorkerConfig:
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_seqs)
         _at_least("max_prefill_chunk", self.max_prefill_chunk, 1)
         _at_least("max_waiting", self.max_waiting, 0)
+        _at_least("simulated_vocab_size", self.simulated_vocab_size, 2)
         for name in ("num_blocks", "kv_memory_bytes", "max_model_len", "num_threads"):
             value = getattr(self, name)
             if value is not None:
                 _at_least(name, value, 1)
+        for name in ("max_queue_s", "slow_reader_s", "drain_s", "stall_s"):
+            _at_least(name, getattr(self, name), 0)
+        for name in ("simulated_base_ms", "simulated_per_token_us"):
+            _at_least(name, getattr(self, name), 0)
         if self.depth not in (0, 1):
             raise ValueError(f"depth must be 0 or 1, not {self.depth}")
 
@@ -85,6 +92,7 @@ HELP = {
     "drain_s": "time for running requests after SIGTERM",
     "stall_s": "no step for so long although there is work: health turns NOT_SERVING",
     "decision_log": "file to append the scheduler's inputs and decisions to",
+    "simulated_vocab_size": "simulated runner: ids that it makes up text of",
     "simulated_base_ms": "simulated runner: fixed time of a step",
     "simulated_per_token_us": "simulated runner: time per token of a step",
     "seed": "simulated runner: seed",
@@ -96,6 +104,6 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
 
 
-def _at_least(name: str, value: int, minimum: int) -> None:
-    if value < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, not {value}")
+def _at_least(name: str, value: float, minimum: int) -> None:
+    if not minimum <= value < inf:
+        raise ValueError(f"{name} must be at least {minimum} and finite, not {value}")

@@ -88,7 +88,7 @@ class Engine:
         self._wake = threading.Event()
         self._stopping = False
         self._launched: deque[tuple[ScheduledBatch, float]] = deque()
-        self._counters_due_s = 0.0
+        self._counters_s = float("-inf")
         self._last_key = 0
         self._thread = threading.Thread(target=self._main, name="legato-engine", daemon=True)
         self.stats = StepStats()
@@ -121,8 +121,6 @@ class Engine:
                 self._turn()
         except BaseException as error:
             self._give_up(error)
-        finally:
-            self._runner.close()
 
     def _turn(self) -> None:
         scheduler = self._scheduler
@@ -133,15 +131,21 @@ class Engine:
         batch = scheduler.schedule(self._clock())
         if batch is not None:
             self._launch(batch)
-        if len(self._launched) > (self._depth if batch is not None else 0):
+        committed = len(self._launched) > (self._depth if batch is not None else 0)
+        if committed:
             self._commit_oldest()
         now = self._clock()
-        if batch is not None or not scheduler.has_work:
+        if batch is not None or committed or not scheduler.has_work or self._waits_for_readers():
             self.progress_s = now
         self._hand_over(now)
         if batch is None and not self._launched and not self._mailbox:
             # Rows may wait for credit or a deadline, so look again soon while there are any.
             self._wake.wait(0.02 if scheduler.has_work else IDLE_COUNTERS_S)
+
+    def _waits_for_readers(self) -> bool:
+        """Nothing runs since readers take nothing: their fault, and bounded by slow_reader_s."""
+        requests = self._scheduler.table.requests.values()
+        return any(request.starved_since_s is not None for request in requests)
 
     def _apply(self, command: Command) -> None:
         scheduler = self._scheduler
@@ -191,24 +195,25 @@ class Engine:
     def _hand_over(self, now: float) -> None:
         output = self._scheduler.take_output()
         counters = None
-        if now >= self._counters_due_s:
+        has_work = self._scheduler.has_work
+        due_s = self._counters_s + (BUSY_COUNTERS_S if has_work else IDLE_COUNTERS_S)
+        if now >= due_s or (output.ended and not has_work):  # idle again: at once (fault B082)
             counters = self._scheduler.counters()
-            interval = BUSY_COUNTERS_S if self._scheduler.has_work else IDLE_COUNTERS_S
-            self._counters_due_s = now + interval
-        elif output.ended and not self._scheduler.has_work:
-            counters = self._scheduler.counters()  # idle again: say so at once (fault B082)
+            self._counters_s = now
         events = self._scheduler.kv.pool.take_events()
         if output or counters is not None or events:
             self._publish(EngineUpdate(output, counters, self._last_key, events))
 
     def _give_up(self, error: BaseException) -> None:
         """All open requests fail at once with the cause (faults B091, B092)."""
-        while self._mailbox:
-            command = self._mailbox.popleft()
-            if isinstance(command, Add):
-                self._scheduler.add(command.request)
-        message = f"the worker's engine failed: {type(error).__name__}: {error}"
-        self._scheduler.end_all(EndCause.INTERNAL, message, self._clock())
         self.busy = False
-        self._publish(EngineUpdate(self._scheduler.take_output(), None, self._last_key, []))
-        self._failed(error)
+        try:
+            while self._mailbox:
+                command = self._mailbox.popleft()
+                if isinstance(command, Add):
+                    self._scheduler.add(command.request)
+            message = f"the worker's engine failed: {type(error).__name__}: {error}"
+            self._scheduler.end_all(EndCause.INTERNAL, message, self._clock())
+            self._publish(EngineUpdate(self._scheduler.take_output(), None, self._last_key, []))
+        finally:
+            self._failed(error)  # whatever state the scheduler is in

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 from legato.v1 import worker_pb2 as pb
 
+MAX_PENDING = 256
+"""Frames that wait to be written when hints are left out."""
+
 
 @dataclass(slots=True)
 class PartialPrompt:
@@ -21,7 +24,8 @@ class RouterLink:
     """Requests of one router, and the frames waiting to be written to it. Belongs to the event
     loop; one task writes, so frames leave in the order in which they were pushed.
 
-    Memory is bounded by the requests' credits: a router that does not read gets no more tokens.
+    Memory is bounded, also for a router that does not read: it gets no more tokens than its
+    requests have credit for, only the latest snapshot, and no more hints.
     """
 
     def __init__(self, router_id: str, *, kv_events: bool) -> None:
@@ -46,8 +50,17 @@ class RouterLink:
             self.last_applied_seq = self._decided.popleft()[1]
 
     def push(self, frame: pb.WorkerFrame) -> None:
-        self._frames.append(frame)
+        pending = self._frames
+        if frame.HasField("snapshot") and pending and pending[-1].HasField("snapshot"):
+            pending[-1] = frame  # an older one is of no use
+        else:
+            pending.append(frame)
         self._ready.set()
+
+    def push_hint(self, frame: pb.WorkerFrame) -> None:
+        """A frame whose loss its receiver notices and repairs (KvEvents, by their numbers)."""
+        if len(self._frames) < MAX_PENDING:
+            self.push(frame)
 
     def close(self) -> None:
         """No frame after those pushed so far."""

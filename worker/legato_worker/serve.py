@@ -57,28 +57,40 @@ class WorkerProcess:
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
 
+def simulated_config(config: WorkerConfig) -> SimulatedConfig:
+    """What a worker's settings say of its simulated runner."""
+    return SimulatedConfig(
+        vocab_size=config.simulated_vocab_size,
+        block_size=config.block_size,
+        num_blocks=config.num_blocks or 4096,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=config.max_model_len or 8192,
+        eos_probability=0.005,
+        step_time=StepTimeModel(
+            base_s=config.simulated_base_ms / 1e3,
+            per_token_s=config.simulated_per_token_us / 1e6,
+        ),
+        seed=config.seed,
+    )
+
+
 def build_runner(config: WorkerConfig, source: ModelSource) -> Runner:
     """Loads the model onto its device. Raises with a message that says what is wrong."""
     if config.runner == "simulated":
-        simulated = SimulatedConfig(
-            block_size=config.block_size,
-            num_blocks=config.num_blocks or 4096,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=config.max_model_len or 8192,
-            eos_probability=0.005,
-            step_time=StepTimeModel(
-                base_s=config.simulated_base_ms / 1e3,
-                per_token_s=config.simulated_per_token_us / 1e6,
-            ),
-            seed=config.seed,
-        )
-        return SimulatedRunner(simulated, time.sleep)
+        return SimulatedRunner(simulated_config(config), time.sleep)
     # Imported here: a simulated worker, and `--help`, do without torch.
-    from .runners.torch_runner import load_torch_runner
+    import torch
 
+    from .runners.torch_loader import load_torch_runner
+
+    dtype = {
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+        "float32": torch.float32,
+    }[config.dtype]
     return load_torch_runner(
         source.path,
-        dtype=config.dtype,
+        dtype=dtype,
         block_size=config.block_size,
         num_blocks=config.num_blocks,
         kv_memory_bytes=config.kv_memory_bytes,
@@ -120,22 +132,27 @@ async def serve(
     config: WorkerConfig,
     source: ModelSource,
     *,
+    load: Callable[[WorkerConfig, ModelSource], Runner] = build_runner,
     ready: Callable[[WorkerProcess], None] | None = None,
     handle_signals: bool = True,
 ) -> int:
-    """Runs a worker until SIGTERM, SIGINT or a failure; returns the process's exit code.
+    """Runs a worker until SIGTERM, SIGINT or a failure; returns the process's exit code. ``load``
+    is called in a thread.
 
     SIGTERM drains (``drain_s``); a second signal ends at once. Exit code 1 tells that the engine
     failed, so that a supervisor starts the process again.
     """
     refuse_open(config.listen, allow_open=config.allow_open)
     loop = asyncio.get_running_loop()
-    runner = await loop.run_in_executor(None, build_runner, config, source)
+    runner = await loop.run_in_executor(None, load, config, source)
     spec = runner.spec
     decisions = DecisionLog.open(Path(config.decision_log)) if config.decision_log else None
     scheduler = build_scheduler(config, runner, decisions)
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    port = server.add_insecure_port(config.listen)
+    try:
+        port = server.add_insecure_port(config.listen)
+    except RuntimeError:
+        raise ValueError(f"cannot listen on {config.listen}: is it in use?") from None
     name = config.worker_id or f"{os.uname().nodename}:{port}"
     model = pb.ModelSpec(
         name=config.served_name or source.name,
@@ -162,7 +179,12 @@ async def serve(
 
     def failed(error: BaseException) -> None:
         process.failure = error
-        loop.call_soon_threadsafe(stop.set)
+        loop.call_soon_threadsafe(give_up)
+
+    def give_up() -> None:
+        service.draining = True
+        service.close_links()  # behind what the engine has published
+        stop.set()
 
     engine = Engine(
         scheduler,
@@ -205,7 +227,8 @@ async def serve(
         await health_servicer.enter_graceful_shutdown()
         service.close_links()
         await server.stop(grace=1.0)
-        engine.stop(timeout_s=5.0)
+        if engine.stop(timeout_s=5.0):
+            runner.close()
         if decisions is not None:
             decisions.close()
     if process.failure is not None:

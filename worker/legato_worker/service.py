@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import structlog
 from legato.capacity import blocks_needed
 from legato.errors import LegatoError, Reason, invalid, trailing_metadata
 from legato.v1 import worker_pb2 as pb, worker_pb2_grpc
@@ -17,11 +19,14 @@ from .core.output import Counters, EndCause
 from .engine import Add, Cancel, EndAll, Engine, EngineUpdate, Grant
 from .ledger import Ledger
 from .link import PartialPrompt, RouterLink
+from .routes import Routes
 from .runners.base import RunnerSpec
 from .submission import to_request
 
 PROTOCOL_VERSION = 1
 RETRY_S = 0.5
+END_S = 5.0
+log = structlog.get_logger("legato.worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +62,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._drain_s = drain_s
         self._engine: Engine | None = None
         self._links: set[RouterLink] = set()
-        self._routes: dict[int, tuple[RouterLink, int]] = {}
+        self._routes = Routes()
         self._next_key = 1
         self._counters = Counters(0, spec.num_blocks, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
         self._cached_hashes: Callable[[], list[bytes]] = list
-        self._empty = asyncio.Event()
-        self._empty.set()
         self.draining = False
 
     def connect(self, engine: Engine, cached_hashes: Callable[[], list[bytes]]) -> None:
@@ -131,12 +134,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             link.push(pb.WorkerFrame(draining=pb.Draining(deadline_s=deadline_s)))
         try:
             async with asyncio.timeout(deadline_s):
-                await self._empty.wait()
+                await self._routes.empty.wait()
         except TimeoutError:
             left = len(self._routes)
             self.engine.send(EndAll(EndCause.DRAINING, "the worker's drain deadline passed"))
-            async with asyncio.timeout(self._drain_s + 5):
-                await self._empty.wait()
+            with contextlib.suppress(TimeoutError):  # an engine that hangs keeps nobody here
+                async with asyncio.timeout(END_S):
+                    await self._routes.empty.wait()
             return left
         return 0
 
@@ -153,7 +157,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             self._counters = update.counters
             for link in self._links:
                 link.applied(update.last_key)
-        steps = self._steps(update)
+        steps = self._routes.to_steps(update.output)
+        for request in update.output.ended:
+            self._ledger.release(request.key)
         for link in self._links:
             step = steps.get(link)
             if step is not None:
@@ -163,46 +169,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             elif update.counters is not None:
                 link.push(pb.WorkerFrame(snapshot=self._snapshot(link.last_applied_seq)))
             if update.kv_events and link.wants_kv_events:
-                link.push(pb.WorkerFrame(kv_events=frames.kv_events(link, update.kv_events)))
-
-    def _steps(self, update: EngineUpdate) -> dict[RouterLink, pb.Step]:
-        output, routes = update.output, self._routes
-        columns: dict[RouterLink, frames.StepColumns] = {}
-        for position, key in enumerate(output.keys):
-            route = routes.get(key)
-            if route is None:
-                continue  # its link is gone
-            link, rid = route
-            column = columns.get(link)
-            if column is None:
-                column = columns[link] = frames.StepColumns()
-            column.rids.append(rid)
-            column.choices.append(output.choices[position])
-            column.starts.append(output.indices[position])
-            column.ids.append(output.ids[position])
-            if position in output.logprobs:
-                column.logprobs[len(column.ids) - 1] = output.logprobs[position]
-        for key, entries in output.prompt_logprobs.items():
-            if key in routes:
-                link, rid = routes[key]
-                columns.setdefault(link, frames.StepColumns()).prompt_logprobs[rid] = entries
-        steps = {link: column.to_step(output.step) for link, column in columns.items()}
-        for key, choice, reason in output.ended_choices:
-            if key in routes:
-                link, rid = routes[key]
-                step = steps.setdefault(link, pb.Step(step=output.step))
-                step.ended_choices.add(rid=rid, choice=choice, reason=int(reason))  # type: ignore[arg-type]
-        for request in output.ended:
-            self._ledger.release(request.key)
-            route = routes.pop(request.key, None)
-            if route is not None:
-                link, rid = route
-                del link.keys[rid]
-                step = steps.setdefault(link, pb.Step(step=output.step))
-                step.ended.append(frames.ended(rid, request))
-        if not routes:
-            self._empty.set()
-        return steps
+                link.push_hint(pb.WorkerFrame(kv_events=frames.kv_events(link, update.kv_events)))
 
     # -- from a router -------------------------------------------------------------------------
 
@@ -235,12 +202,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """The router is gone: its requests end, and nobody is told."""
         self._links.discard(link)
         link.close()
-        for key in link.keys.values():
-            self._routes.pop(key, None)
+        for key in self._routes.remove_link(link):
             self.engine.send(Cancel(key))
-        link.keys.clear()
-        if not self._routes:
-            self._empty.set()
 
     def _handle(self, link: RouterLink, frame: pb.RouterFrame) -> None:
         match frame.WhichOneof("frame"):
@@ -306,10 +269,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         except LegatoError as error:
             self._refuse(link, submit, error)
             return
+        except Exception as error:  # one request that breaks the gate is not to break the link
+            log.exception("a request could not be taken")
+            message = f"the worker could not take it: {type(error).__name__}: {error}"
+            self._refuse(link, submit, LegatoError(Reason.INTERNAL, message))
+            return
         self._next_key += 1
-        self._routes[key] = (link, submit.rid)
-        self._empty.clear()
-        link.keys[submit.rid] = key
+        self._routes.add(key, link, submit.rid)
         link.decided(key, submit.seq)
         self.engine.send(Add(request))
         accepted = pb.Accepted(

@@ -1,4 +1,4 @@
-"""The compiled kernels against the oracle, over a pool whose unowned slots hold NaN (fault B032)."""
+"""The compiled kernels against the oracle, over a pool whose unowned slots hold NaN (B032)."""
 
 from __future__ import annotations
 

@@ -9,11 +9,11 @@ from legato.capacity import blocks_needed
 from .config import SchedulerConfig
 from .kv_cache import KVCacheManager
 from .policies import Demand
-from .sequence import RequestState, Sequence
+from .sequence import RequestState, Sequence, State
 from .waiting import WaitingQueue
 
-MAX_SCAN = 64
-"""Waiting sequences looked at in one step behind one that does not fit."""
+MAX_SCAN = 16
+"""Sequences that do not fit, looked at in one step."""
 
 
 class Admission:
@@ -24,42 +24,43 @@ class Admission:
         self._kv = kv
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
+        self._blocked: RequestState | None = None  # the first that did not fit in this step
 
     def candidates(
         self, waiting: WaitingQueue, running: list[Sequence]
     ) -> Iterator[tuple[Sequence, list[int]]]:
         """Admissible sequences with their matched prefix blocks. The caller admits each one before
-        it asks for the next, or stops.
+        it asks for the next, or stops; it changes the queue only after the last.
 
         The first that does not fit may be passed by ``max_bypass`` others in all; after that nobody
         passes it, and what ends makes room for it (fault B019).
         """
-        blocked: RequestState | None = None
+        self._blocked, scanned = None, 0
         outstanding = sum(self._outstanding(s) for s in running)
-        for scanned, sequence in enumerate(list(waiting)):
-            if scanned >= MAX_SCAN:
-                return
+        for sequence in waiting:
             if sequence.num_in_flight or sequence.owner.starved_since_s is not None:
                 continue
+            if self._blocked and self._blocked.bypassed >= self._config.max_bypass:
+                return
             matched = self._kv.match_prefix(sequence)
             if self._kv.computing_next_block(sequence, len(matched)):
                 continue
-            if not self._admits(sequence, matched, running, outstanding):
-                blocked = blocked or sequence.owner
-                if blocked.bypassed >= self._config.max_bypass:
-                    return
+            if self._admits(sequence, matched, running, outstanding):
+                yield sequence, matched
+                if sequence.state is State.RUNNING:
+                    outstanding += self._outstanding(sequence)
                 continue
-            if blocked is not None:
-                if blocked.bypassed >= self._config.max_bypass:
-                    return
-                blocked.bypassed += 1
-            yield sequence, matched
-            outstanding += self._outstanding(sequence)
+            self._blocked = self._blocked or sequence.owner
+            scanned += 1
+            if scanned == MAX_SCAN:
+                return
 
     def admitted(self, sequence: Sequence) -> None:
-        """Counts a prefix query once, when the sequence is scheduled (fault B107); recompute after
-        preemption is not a query."""
-        if not sequence.preemptions:
+        """Counts that the blocked one was passed, and a prefix query once, when its sequence is
+        scheduled (fault B107); recompute after preemption is not a query."""
+        if self._blocked:
+            self._blocked.bypassed += 1
+        if not sequence.max_computed:
             self.num_queried_tokens += len(sequence.token_ids)
             self.num_hit_tokens += sequence.num_computed
 
@@ -94,5 +95,5 @@ class Admission:
     def _outstanding(self, sequence: Sequence) -> int:
         """Blocks that a running sequence may still take, a copy of a shared last one included."""
         held = len(sequence.block_ids)
-        last_shared = held and self._kv.pool.num_references(sequence.block_ids[-1]) > 1
+        last_shared = held and self._kv.pool.references[sequence.block_ids[-1]] > 1
         return max(0, self.worst_case(sequence) - held) + int(bool(last_shared))

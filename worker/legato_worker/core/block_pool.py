@@ -41,7 +41,7 @@ class BlockPool:
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, not {num_blocks}")
         self.num_blocks = num_blocks
-        self._references = [0] * num_blocks
+        self.references = [0] * num_blocks  # by block id; written here only
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._content: list[_Content | None] = [None] * num_blocks
@@ -68,9 +68,6 @@ class BlockPool:
     def num_used(self) -> int:
         return self.num_blocks - len(self._free) - len(self._cached)
 
-    def num_references(self, block_id: int) -> int:
-        return self._references[block_id]
-
     def allocate(self, count: int) -> list[int] | None:
         """Takes ``count`` blocks with one reference each, or none at all."""
         if count > len(self._free) + len(self._cached):
@@ -78,18 +75,18 @@ class BlockPool:
         blocks = []
         for _ in range(count):
             block_id = self._free.pop() if self._free else self._evict()
-            self._references[block_id] = 1
+            self.references[block_id] = 1
             blocks.append(block_id)
         return blocks
 
     def share(self, block_ids: Iterable[int]) -> None:
         """Adds a reference to each block; a cached one becomes used."""
         for block_id in block_ids:
-            if self._references[block_id] == 0:
+            if self.references[block_id] == 0:
                 if block_id not in self._cached:
                     raise PoolError(f"block {block_id} is free and cannot be shared")
                 del self._cached[block_id]
-            self._references[block_id] += 1
+            self.references[block_id] += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
         """Drops a reference of each block of a table, given in table order.
@@ -98,10 +95,10 @@ class BlockPool:
         what it hangs on.
         """
         for block_id in reversed(list(block_ids)):
-            references = self._references[block_id] - 1
+            references = self.references[block_id] - 1
             if references < 0:
                 raise PoolError(f"block {block_id} was released more often than taken")
-            self._references[block_id] = references
+            self.references[block_id] = references
             if references == 0:
                 if self._content[block_id] is None:
                     self._free.append(block_id)
@@ -137,7 +134,7 @@ class BlockPool:
         To be called only after the step that wrote the block has ended. When another block already
         holds the same content, that one stays the reusable one and its number is returned.
         """
-        if self._references[block_id] == 0:
+        if self.references[block_id] == 0:
             raise PoolError(f"block {block_id} is not in use and cannot be registered")
         holder = self.lookup(block_hash, token_ids, parent)
         if holder is not None:
@@ -170,7 +167,7 @@ class BlockPool:
         free, cached = set(self._free), set(self._cached)
         if len(free) != len(self._free) or free & cached:
             raise PoolError("a block is in two states at once")
-        for block_id, references in enumerate(self._references):
+        for block_id, references in enumerate(self.references):
             idle = block_id in free or block_id in cached
             if references < 0 or (references == 0) != idle:
                 raise PoolError(f"block {block_id}: {references} references, idle={idle}")
@@ -195,7 +192,7 @@ class BlockPool:
         if block_id is None:
             return
         self._drop_content(block_id)
-        if self._references[block_id] == 0:
+        if self.references[block_id] == 0:
             del self._cached[block_id]
             self._free.append(block_id)
 

@@ -28,6 +28,7 @@ class KVCacheManager:
         prefix_cache: bool = True,
     ) -> None:
         self.pool = pool
+        self._references = pool.references
         self.block_size = block_size
         self._block_hash = block_hash
         self._prefix_cache = prefix_cache
@@ -67,7 +68,7 @@ class KVCacheManager:
     def num_missing(self, matched: list[int], num_tokens: int) -> tuple[int, int]:
         """(new blocks needed, matched blocks that are idle now and would leave the available ones)
         to hold ``num_tokens``."""
-        idle = sum(self.pool.num_references(block_id) == 0 for block_id in matched)
+        idle = sum(self._references[block_id] == 0 for block_id in matched)
         return -(-num_tokens // self.block_size) - len(matched), idle
 
     def admit(self, sequence: Sequence, matched: list[int]) -> bool:
@@ -91,12 +92,12 @@ class KVCacheManager:
                 self._computing[key] = self._computing.get(key, 0) + 1
         return True
 
-    def num_blocks_to_append(self, sequence: Sequence) -> int:
-        """New blocks needed to write the position ``num_computed``: 0 or 1."""
+    def is_writable(self, sequence: Sequence) -> bool:
+        """Whether the position ``num_computed`` lies in a block that no other sequence shares;
+        otherwise ``append`` has to get one."""
         index = sequence.num_computed // self.block_size
-        if index >= len(sequence.block_ids):
-            return 1
-        return int(self.pool.num_references(sequence.block_ids[index]) > 1)
+        blocks = sequence.block_ids
+        return index < len(blocks) and self._references[blocks[index]] == 1
 
     def append(self, sequence: Sequence, step: int) -> tuple[int, int, int] | None:
         """Makes position ``num_computed`` writable in ``step`` with one new block.
@@ -174,10 +175,9 @@ class KVCacheManager:
             for block_id in blocks:
                 held[block_id] += 1
         for block_id, count in enumerate(held):
-            if count != self.pool.num_references(block_id):
+            if count != self._references[block_id]:
                 raise AssertionError(
-                    f"block {block_id}: {count} holders, "
-                    f"{self.pool.num_references(block_id)} references"
+                    f"block {block_id}: {count} holders, {self._references[block_id]} references"
                 )
         if not running and self._computing:
             raise AssertionError("blocks are being computed although nothing runs")

@@ -7,14 +7,21 @@ entries and the terminal event can never disagree.
 from __future__ import annotations
 
 import math
-from bisect import insort
+from bisect import bisect_left, insort
 
 from .config import SchedulerConfig
 from .kv_cache import KVCacheManager
 from .output import EndCause, EndedChoice, EndedRequest, StepOutput
 from .request import FinishReason, Request, RequestClass
-from .sequence import RequestState, Sequence, State
+from .sequence import Rank, RequestState, Sequence, State
 from .waiting import WaitingQueue
+
+READER_GRACE_S = 1.0
+"""So long a reader may take nothing before its rows give way to work that waits."""
+
+
+def _rank(sequence: Sequence) -> Rank:
+    return sequence.rank
 
 
 class RequestTable:
@@ -58,17 +65,18 @@ class RequestTable:
         """A sequence that holds blocks takes a slot and runs."""
         sequence.slot = self.free_slots.pop()
         sequence.state = State.RUNNING
-        insort(self.running, sequence, key=lambda s: s.rank)
+        insort(self.running, sequence, key=_rank)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Takes a running sequence's KV away; it waits to be computed again."""
-        self.running.remove(sequence)
+        """Takes a running sequence's KV away; it waits to be computed again. Of these losses
+        ``max_preemptions`` make it protected; a slow reader's do not count."""
+        self._leave(sequence)
         self.num_preemptions += 1
         sequence.owner.preemptions += 1
-        sequence.preemptions += 1
-        self._leave(sequence)
-        if sequence.preemptions >= self._config.max_preemptions:
-            sequence.rank = (0, *sequence.rank[1:])
+        if sequence.owner.starved_since_s is None:
+            sequence.preemptions += 1
+            if sequence.preemptions >= self._config.max_preemptions:
+                sequence.rank = (0, *sequence.rank[1:])
         sequence.state = State.WAITING
         self.waiting.push(sequence)
 
@@ -77,6 +85,15 @@ class RequestTable:
         if owner.starved_since_s is None:
             owner.starved_since_s = now
             self._watch_expiry(owner)
+
+    def evict_slow_readers(self, now: float) -> None:
+        """For when nothing can run: rows whose reader has had no room for READER_GRACE_S give their
+        KV and slots to others that wait."""
+        if any(sequence.owner.starved_since_s is None for sequence in self.waiting):
+            for sequence in list(self.running):
+                starved = sequence.owner.starved_since_s
+                if starved is not None and now >= starved + READER_GRACE_S:
+                    self.preempt(sequence)
 
     def end_choice(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         owner = sequence.owner
@@ -124,7 +141,7 @@ class RequestTable:
         for owner in list(self.requests.values()):
             request, starved = owner.request, owner.starved_since_s
             if request.deadline_s is not None and now >= request.deadline_s:
-                if any(s.num_output > 0 for s in owner.sequences.values()):
+                if any(len(s.token_ids) > s.num_prompt for s in owner.sequences.values()):
                     self.end_request(owner, FinishReason.DEADLINE, now)
                 else:
                     message = "the deadline passed before the first token"
@@ -174,7 +191,6 @@ class RequestTable:
 
     def _close(self, sequence: Sequence) -> None:
         if sequence.state is State.RUNNING:
-            self.running.remove(sequence)
             self._leave(sequence)
         else:
             self.waiting.remove(sequence)
@@ -182,7 +198,9 @@ class RequestTable:
         del sequence.owner.sequences[sequence.choice]
 
     def _leave(self, sequence: Sequence) -> None:
-        """Gives up slot and blocks; both are reusable once the last step with them has ended."""
+        """A running sequence gives up slot and blocks; both are reusable once the last step with
+        them has ended."""
+        del self.running[bisect_left(self.running, sequence.rank, key=_rank)]
         sequence.max_computed = max(sequence.max_computed, sequence.num_computed)
         self.free_slots += self._kv.free(sequence, sequence.slot)
         sequence.slot = -1

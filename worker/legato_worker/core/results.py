@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from .batch import ScheduledBatch, StepResult, TokenLogprobs
+from .batch import StepResult, TokenLogprobs
 from .config import SchedulerConfig
 from .kv_cache import KVCacheManager
 from .output import EndCause
 from .request import FinishReason
 from .request_table import RequestTable
 from .sequence import Sequence, State
-
-
-@dataclass(slots=True)
-class StepInFlight:
-    """A launched step: its batch, the sequence of each packed row and of each sample."""
-
-    batch: ScheduledBatch
-    rows: list[Sequence]
-    samplers: list[Sequence]
+from .step import Step
 
 
 def take_result(
-    flight: StepInFlight,
+    step: Step,
     result: StepResult,
     now: float,
     table: RequestTable,
@@ -35,53 +25,49 @@ def take_result(
     A sequence may have ended or lost its KV since the step was launched; what the step computed for
     it is dropped, except that an id sampled for a preempted sequence counts.
     """
-    batch, out = flight.batch, table.output
+    batch, out = step.batch, table.output
     if result.step != batch.step:
         raise AssertionError(f"result of step {result.step}, expected {batch.step}")
     out.step = batch.step
     table.free_slots += kv.complete(batch.step)
-    # What a failed row has written must never be matched.
-    failed = dict(result.failed_rows)
-    failed.update((batch.samples[index].row, why) for index, why in result.failed.items())
+    if result.failed_rows or result.failed:
+        # First, since what a failed row has written must never be matched.
+        for row, message in result.failed_rows.items():
+            _fail(step.rows[row], message, now, table)
+        for index, message in result.failed.items():
+            _fail(step.samplers[index], message, now, table)
     size = kv.block_size
-    for row, sequence in enumerate(flight.rows):
-        end = batch.starts[row] + batch.counts[row]
-        if row in failed:
-            _fail(sequence, failed[row], now, table)
-        elif sequence.state is State.RUNNING and end // size > sequence.num_registered:
-            kv.register(sequence, end)
+    for sequence, start, count in zip(step.rows, batch.starts, batch.counts, strict=True):
+        if (start + count) // size > sequence.num_registered and sequence.state is State.RUNNING:
+            kv.register(sequence, start + count)
     for row, entries in result.prompt_logprobs.items():
-        _take_prompt_logprobs(flight.rows[row], batch.starts[row], entries, table)
-    for index, sequence in enumerate(flight.samplers):
+        _take_prompt_logprobs(step.rows[row], batch.starts[row], entries, table)
+    vocab_size, logprobs = config.vocab_size, result.logprobs
+    for index, (sequence, token_id) in enumerate(zip(step.samplers, result.token_ids, strict=True)):
         sequence.num_in_flight -= 1
         if sequence.state is State.FINISHED:
-            continue
-        if index in result.failed:
-            _fail(sequence, result.failed[index], now, table)
-            continue
-        token_id = result.token_ids[index]
-        if not 0 <= token_id < config.vocab_size:  # fault B050
+            sequence.owner.add_credit(1)  # this id is not delivered
+        elif not 0 <= token_id < vocab_size:  # fault B050
             _fail(sequence, f"sampled id {token_id} is outside the vocabulary", now, table)
-            continue
-        if index in result.logprobs:
-            out.logprobs[len(out.ids)] = result.logprobs[index]
-        _take_token(sequence, token_id, now, table, config)
+        else:
+            if index in logprobs:
+                out.logprobs[len(out.ids)] = logprobs[index]
+            _take_token(sequence, token_id, now, table, config)
 
 
 def _take_token(
     sequence: Sequence, token_id: int, now: float, table: RequestTable, config: SchedulerConfig
 ) -> None:
-    request, out = sequence.owner.request, table.output
-    index = len(sequence.token_ids) - sequence.num_prompt
-    sequence.token_ids.append(token_id)
+    request, out, token_ids = sequence.owner.request, table.output, sequence.token_ids
+    index = len(token_ids) - sequence.num_prompt
+    token_ids.append(token_id)
     out.keys.append(request.key)
     out.choices.append(sequence.choice)
     out.indices.append(index)
     out.ids.append(token_id)
-    length = index + 1
-    if token_id in request.stop_token_ids and length >= request.min_tokens:
+    if token_id in request.stop_token_ids and index + 1 >= request.min_tokens:
         table.end_choice(sequence, FinishReason.STOP, now)
-    elif length >= request.max_tokens or len(sequence.token_ids) >= config.max_model_len:
+    elif len(token_ids) >= sequence.max_num_tokens or len(token_ids) >= config.max_model_len:
         table.end_choice(sequence, FinishReason.LENGTH, now)
 
 

@@ -19,15 +19,16 @@ from typing import Protocol
 from legato.capacity import blocks_needed
 
 from .admission import Admission
-from .batch import IN_FLIGHT, AttachedRow, Sample, ScheduledBatch, StepResult, TableUpdate
+from .batch import ScheduledBatch, StepResult, TableUpdate
 from .config import SchedulerConfig
 from .kv_cache import KVCacheManager
 from .output import Counters, EndCause, StepOutput
 from .preemption import choose_victims
 from .request import FinishReason, Request
 from .request_table import RequestTable
-from .results import StepInFlight, take_result
+from .results import take_result
 from .sequence import Sequence, State
+from .step import Step
 
 
 class DecisionSink(Protocol):
@@ -61,7 +62,7 @@ class Scheduler:
         self.step = 0
         self.num_recomputed_tokens = 0
         self._admission = Admission(config, kv)
-        self._in_flight: deque[StepInFlight] = deque()
+        self._in_flight: deque[Step] = deque()
         self._log = log
 
     # -- inputs --------------------------------------------------------------------------------
@@ -91,8 +92,7 @@ class Scheduler:
             self._log.granted(key, tokens)
         owner = self.table.requests.get(key)
         if owner is not None:
-            owner.credit += tokens
-            owner.starved_since_s = None
+            owner.add_credit(tokens)
 
     def end_all(self, cause: EndCause, message: str, now: float) -> None:
         """Ends every request, as a drain deadline or a dead runner demands."""
@@ -105,42 +105,39 @@ class Scheduler:
         """The next step's batch, or None when no row can run."""
         table, config = self.table, self.config
         table.expire(now)
-        batch = ScheduledBatch(self.step + 1)
-        flight = StepInFlight(batch, [], [])
+        step = Step(self.step + 1)
         budget = config.max_num_batched_tokens
         preemptions = table.num_preemptions
         prefills = []
-        for sequence, count in self._plan_running(now):
+        for sequence in list(table.running):
             if sequence.state is not State.RUNNING:
                 continue  # lost its KV to one before it
-            if count > 1:
-                prefills.append((sequence, count))
-            elif self._make_writable(sequence, batch):
-                self._add_row(flight, sequence, 1)
+            if len(sequence.token_ids) + sequence.num_in_flight - sequence.num_computed > 1:
+                prefills.append(sequence)
+            elif self._decode(step, sequence, now):
                 budget -= 1
-        for sequence, count in prefills:
+        for sequence in prefills:
             if sequence.state is State.RUNNING and budget > 0:
-                count = min(count, budget)
-                budget -= count
-                self._add_row(flight, sequence, count)
+                budget -= self._compute(step, sequence, budget, now)
         # Who just lost KV goes first when there is some again.
         quiet = table.num_preemptions == preemptions
         if quiet and budget > 0 and table.waiting and config.batching.may_admit(len(table.running)):
-            self._admit(flight, budget, now)
-        launched = batch if batch.slots else None
-        if launched:
-            self.step += 1
-            self._in_flight.append(flight)
+            self._admit(step, budget, now)
         if self._log:
-            self._log.scheduled(now, launched)
-        return launched
+            self._log.scheduled(now, step.batch if step.rows else None)
+        if not step.rows:
+            if not self._in_flight:
+                table.evict_slow_readers(now)
+            return None
+        self.step += 1
+        self._in_flight.append(step)
+        return step.batch
 
     def commit(self, result: StepResult, now: float) -> None:
         """Takes the result of the oldest step in flight into the sequences."""
         if self._log:
             self._log.committed(now, result)
-        flight = self._in_flight.popleft()
-        take_result(flight, result, now, self.table, self.kv, self.config)
+        take_result(self._in_flight.popleft(), result, now, self.table, self.kv, self.config)
 
     def take_output(self) -> StepOutput:
         output, self.table.output = self.table.output, StepOutput(self.step)
@@ -191,26 +188,40 @@ class Scheduler:
 
     # -- scheduling, in parts ------------------------------------------------------------------
 
-    def _plan_running(self, now: float) -> list[tuple[Sequence, int]]:
-        """Tokens that each running sequence could compute, in rank order, credit permitting."""
-        planned, chunk = [], self.config.max_prefill_chunk
-        for sequence in self.table.running:
-            owner = sequence.owner
-            missing = sequence.num_tokens - sequence.num_computed
-            if missing <= chunk:  # this step would end with a sampled id
-                if sequence.num_output >= owner.request.max_tokens:
-                    continue  # the last one is in flight
-                if owner.credit < 1 + sequence.num_waiting_forks:
-                    self.table.starve(owner, now)
-                    continue
-            planned.append((sequence, min(missing, chunk)))
-        return planned
+    def _decode(self, step: Step, sequence: Sequence, now: float) -> bool:
+        """Adds the row of a sequence that lacks its last token only, if anything lets it run."""
+        if len(sequence.token_ids) + sequence.num_in_flight >= sequence.max_num_tokens:
+            return False  # the last id is in flight
+        if not self._has_credit(sequence, now):
+            return False
+        if not self.kv.is_writable(sequence) and not self._make_writable(sequence, step.batch):
+            return False
+        step.add_decode(sequence)
+        if sequence.num_waiting_forks:
+            self._fork(step, sequence)
+        return True
+
+    def _compute(self, step: Step, sequence: Sequence, budget: int, now: float) -> int:
+        """Adds a chunk of a sequence that lacks more; returns its number of tokens, 0 if none."""
+        missing = sequence.num_tokens - sequence.num_computed
+        count = min(missing, budget, self.config.max_prefill_chunk)
+        if count == missing and not self._has_credit(sequence, now):
+            return 0
+        if step.add_chunk(sequence, count) and sequence.num_waiting_forks:
+            self._fork(step, sequence)
+        return count
+
+    def _has_credit(self, sequence: Sequence, now: float) -> bool:
+        """Whether the ids that this sequence is about to sample may be delivered."""
+        owner = sequence.owner
+        if owner.credit > sequence.num_waiting_forks:
+            return True
+        self.table.starve(owner, now)
+        return False
 
     def _make_writable(self, sequence: Sequence, batch: ScheduledBatch) -> bool:
         """Gets the block that the next position needs; False = this row waits a step."""
         kv = self.kv
-        if not kv.num_blocks_to_append(sequence):
-            return True
         if kv.pool.num_available < 1:
             if kv.num_fenced:
                 return False  # comes back when the running step ends: wait, evict nobody
@@ -219,9 +230,9 @@ class Scheduler:
                 for other in self.table.running
                 if other is not sequence
                 and other.last_step != batch.step  # not a row of this very batch
-                and (other.rank > sequence.rank or other.owner.starved_since_s is not None)
+                and (other.yields_to(sequence) or other.owner.starved_since_s is not None)
             ]
-            for victim in choose_victims(candidates, 1, kv.pool.num_references) or ():
+            for victim in choose_victims(candidates, 1, kv.pool.references) or ():
                 self.table.preempt(victim)
         update = kv.append(sequence, batch.step)
         if update is None:
@@ -232,77 +243,35 @@ class Scheduler:
             batch.copies.append((source, block_id))
         return True
 
-    def _add_row(self, flight: StepInFlight, sequence: Sequence, count: int) -> None:
-        batch, start = flight.batch, sequence.num_computed
-        end = start + count
-        row = len(batch.slots)
-        batch.slots.append(sequence.slot)
-        batch.starts.append(start)
-        batch.counts.append(count)
-        known = len(sequence.token_ids)
-        batch.token_ids += sequence.token_ids[start:end]
-        if end > known:
-            batch.token_ids += [IN_FLIGHT] * (end - known)
-        flight.rows.append(sequence)
-        sequence.num_computed = end
-        sequence.last_step = batch.step
-        if sequence.owner.request.sampling.prompt_logprobs is not None:
-            batch.prompt_logprob_rows.append(row)
-        if end == sequence.num_tokens:
-            self._add_sample(flight, sequence, row, end)
-            if sequence.num_waiting_forks:
-                self._fork(flight, sequence, row, end)
-
-    def _add_sample(
-        self, flight: StepInFlight, sequence: Sequence, row: int, position: int
-    ) -> None:
-        flight.batch.samples.append(Sample(row, sequence.slot, position))
-        flight.samplers.append(sequence)
-        sequence.num_in_flight += 1
-        sequence.owner.credit -= 1
-
-    def _fork(self, flight: StepInFlight, leader: Sequence, row: int, position: int) -> None:
+    def _fork(self, step: Step, leader: Sequence) -> None:
         """The prompt is computed in this step: the other choices start here, on shared blocks."""
-        owner, batch = leader.owner, flight.batch
+        owner, row = leader.owner, len(step.rows) - 1
         for choice in range(1, owner.request.n):
             fork = Sequence(owner, choice, list(leader.token_ids))
             owner.sequences[choice] = fork
             self.kv.fork(leader, fork)
-            self._start(fork, batch)
-            fork.last_step = batch.step
-            self._add_sample(flight, fork, row, position)
+            self.table.start(fork)
+            step.attach(fork)
+            fork.last_step = step.batch.step
+            step.add_sample(fork, row)
         leader.num_waiting_forks = 0
 
-    def _start(self, sequence: Sequence, batch: ScheduledBatch) -> None:
-        self.table.start(sequence)
-        request = sequence.owner.request
-        batch.attached.append(
-            AttachedRow(
-                sequence.slot,
-                sequence.choice,
-                tuple(sequence.token_ids),
-                sequence.num_prompt,
-                request.sampling,
-                request.stop_token_ids,
-                request.min_tokens,
-            )
-        )
-        batch.table_updates.append(TableUpdate(sequence.slot, 0, tuple(sequence.block_ids)))
-
-    def _admit(self, flight: StepInFlight, budget: int, now: float) -> None:
+    def _admit(self, step: Step, budget: int, now: float) -> None:
         table = self.table
         seats = len(table.free_slots) - sum(s.num_waiting_forks for s in table.running)
+        if seats < 1 or not self.kv.pool.num_available:
+            return
+        admitted = []
         for sequence, matched in self._admission.candidates(table.waiting, table.running):
             owner, need = sequence.owner, 1 + sequence.num_waiting_forks
             if need > seats or budget < 1:
                 break
-            if owner.credit < need:
-                table.starve(owner, now)
+            if not self._has_credit(sequence, now):
                 continue
             if not self.kv.admit(sequence, matched):
                 break
             seats -= need
-            table.waiting.remove(sequence)
+            admitted.append(sequence)
             self._admission.admitted(sequence)
             recomputed = max(0, sequence.max_computed - sequence.num_computed)
             owner.recomputed_tokens += recomputed
@@ -310,8 +279,8 @@ class Scheduler:
             if owner.first_step_s is None:
                 owner.first_step_s = now
                 owner.cached_tokens = sequence.num_computed
-            self._start(sequence, flight.batch)
-            missing = sequence.num_tokens - sequence.num_computed
-            count = min(missing, budget, self.config.max_prefill_chunk)
-            budget -= count
-            self._add_row(flight, sequence, count)
+            table.start(sequence)
+            step.attach(sequence)
+            budget -= self._compute(step, sequence, budget, now)
+        for sequence in admitted:
+            table.waiting.remove(sequence)

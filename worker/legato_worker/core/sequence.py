@@ -7,6 +7,9 @@ from enum import IntEnum
 from .block_pool import Lineage
 from .request import FinishReason, Request
 
+Rank = tuple[int, float, int, int]
+"""Order of service: protected first, then by arrival and class, request, choice."""
+
 
 class State(IntEnum):
     WAITING = 0  # holds no KV; new, or preempted
@@ -46,6 +49,10 @@ class RequestState:
         self.starved_since_s: float | None = None  # out of credit since
         self.reason = FinishReason.STOP
 
+    def add_credit(self, tokens: int) -> None:
+        self.credit += tokens
+        self.starved_since_s = None
+
 
 class Sequence:
     """One token history. ``num_computed`` chases ``num_tokens``; a step narrows the gap.
@@ -62,6 +69,7 @@ class Sequence:
         "last_step",
         "lineage",
         "max_computed",
+        "max_num_tokens",
         "num_computed",
         "num_in_flight",
         "num_prompt",
@@ -80,6 +88,7 @@ class Sequence:
         self.choice = choice
         self.token_ids = token_ids
         self.num_prompt = len(owner.request.prompt_ids)
+        self.max_num_tokens = self.num_prompt + owner.request.max_tokens
         self.block_hashes: list[bytes] = list(owner.request.block_hashes)
         self.num_computed = 0
         self.max_computed = 0  # highest num_computed ever: what is below it again is recomputed
@@ -92,7 +101,12 @@ class Sequence:
         self.last_step = 0  # last step whose batch held this sequence
         self.preemptions = 0
         self.num_waiting_forks = 0  # choices that will share this prompt when it is computed
-        self.rank: tuple[int, float, int, int] = (1, owner.order_key, owner.request.key, choice)
+        self.rank: Rank = (1, owner.order_key, owner.request.key, choice)
+
+    def yields_to(self, other: Sequence) -> bool:
+        """Whether ``other`` may take this one's KV: it comes first, and this one is not protected
+        by having lost its KV too often."""
+        return self.rank > other.rank and self.rank[0] > 0
 
     @property
     def num_tokens(self) -> int:

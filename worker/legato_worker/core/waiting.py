@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from .sequence import Sequence
+from .sequence import Rank, Sequence
 
-_Entry = tuple[tuple[int, float, int, int], Sequence]
+_Entry = tuple[Rank, Sequence]
 
 
 class WaitingQueue:

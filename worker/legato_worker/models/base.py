@@ -9,6 +9,10 @@ import torch
 from legato_kernels.paged import PagedKV, PagedStep
 
 
+class UnsupportedModelError(ValueError):
+    """This model would not run, or would answer wrongly; the message names the model and why."""
+
+
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """Shape of one token's KV: layers x (key and value) x heads x head size, in ``dtype``."""

@@ -193,11 +193,13 @@ class SimulatedRunner:
         return token_id
 
     def _strike(self, batch: ScheduledBatch) -> None:
+        if not self._config.faults:
+            return
+        computed: set[int] = set()
+        for slot, start, count in zip(batch.slots, batch.starts, batch.counts, strict=True):
+            computed.update(self._prompt(slot)[start : start + count])
         for fault in self._config.faults:
-            hit = fault.step == batch.step or (
-                fault.token_id is not None and fault.token_id in batch.token_ids
-            )
-            if not hit:
+            if fault.step != batch.step and fault.token_id not in computed:
                 continue
             if fault.kind is FaultKind.RAISE:
                 raise RuntimeError("scripted fault: the step raised")
@@ -207,15 +209,15 @@ class SimulatedRunner:
                 self._sleep(fault.stall_s)
 
     def _fault_of(self, slot: int) -> FaultKind | None:
-        tokens = self._attached(slot).token_ids
         for fault in self._config.faults:
-            if (
-                fault.kind in (FaultKind.NO_LOGITS, FaultKind.BAD_ID)
-                and fault.token_id is not None
-                and fault.token_id in tokens
-            ):
+            row_fault = fault.kind in (FaultKind.NO_LOGITS, FaultKind.BAD_ID)
+            if row_fault and fault.token_id in self._prompt(slot):
                 return fault.kind
         return None
+
+    def _prompt(self, slot: int) -> tuple[int, ...]:
+        row = self._attached(slot)
+        return row.token_ids[: row.num_prompt]
 
     def _attached(self, slot: int) -> AttachedRow:
         row = self._rows[slot]
