@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import socket
 import sys
@@ -211,11 +212,12 @@ async def _up(system: LocalSystem, console: Console, *, prompt: str, stay: bool)
             else:
                 stream = client.stream(prompt, max_tokens=200)
             await print_stream(stream)
+    legato = "legato" if shutil.which("legato") else os.path.relpath(sys.argv[0])
     console.print(
         "\nTry next, from another terminal:\n"
-        f'  legato generate "Why is the sky blue?" -a {system.address}\n'
-        f"  legato chat -a {system.address}\n"
-        f"  legato models -a {system.address}\n"
+        f'  {legato} generate "Why is the sky blue?" -a {system.address}\n'
+        f"  {legato} chat -a {system.address}\n"
+        f"  {legato} models -a {system.address}\n"
         "From Python:\n"
         "  from legato.client import Client\n"
         f'  async with Client("{system.address}") as client:\n'

@@ -17,7 +17,8 @@ def choose_victims(
     ``candidates`` come in order of service. Least urgent class first, then the least computed work
     lost (fault B022), then the last in order. No more are taken than needed (fault B017).
     """
-    order = sorted(candidates[::-1], key=lambda s: (-s.owner.request.request_class, s.num_computed))
+    order = list(reversed(candidates))
+    order.sort(key=lambda s: (-s.owner.request.request_class, s.num_computed))
     chosen: list[Sequence] = []
     holders: Counter[int] = Counter()
     freed = 0
