@@ -12,7 +12,7 @@ from legato.errors import LegatoError, Reason
 from legato.v1 import worker_pb2 as pb
 
 from .attempt import Accepted, Attempt, Lost, Refused
-from .placement import Candidate, choose, score_s
+from .placement import Candidate, choose, cold_rate, score_s
 from .served_model import ServedModel, workers_of
 from .validated import PreparedRequest
 from .waiting_room import Placed, WaitingRoom
@@ -111,14 +111,16 @@ class Dispatcher:
     ) -> list[tuple[float, WorkerLink]]:
         """Workers that could take the request now, best first, with their scores in seconds."""
         load = _load(prepared)
-        scored = [
-            (score_s(link.view, load), link)
+        open_links = [
+            (link, link.view)
             for link in workers_of(model, self._links)
             if link.view is not None
             and not link.draining
             and _fits(link, prepared)
             and _has_room(link.view)
         ]
+        cold = cold_rate(view for _, view in open_links)
+        scored = [(score_s(view, load, cold), link) for link, view in open_links]
         return sorted(scored, key=lambda entry: entry[0])
 
     def _pick(

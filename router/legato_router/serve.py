@@ -145,9 +145,13 @@ def _load(source: ModelSource, config: RouterConfig) -> ServedModel:
 
 
 def _handle_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    asked = False
+
     def on_signal() -> None:
-        if stop.is_set():
+        nonlocal asked
+        if asked:
             os._exit(130)  # asked twice: no more waiting
+        asked = True
         stop.set()
 
     for signum in (signal.SIGTERM, signal.SIGINT):

@@ -7,9 +7,6 @@ from dataclasses import dataclass, field
 
 from legato.v1 import worker_pb2 as pb
 
-COLD_PREFILL_TOKENS_PER_S = 1000.0
-"""Assumed until the worker has measured its own rate."""
-
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -60,10 +57,6 @@ class WorkerView:
     def num_sequences(self) -> int:
         """Sequences there, running or not, and requests on their way."""
         return self.snapshot.running + self.snapshot.waiting + len(self.unapplied)
-
-    @property
-    def prefill_tokens_per_s(self) -> float:
-        return self.snapshot.prefill_tokens_per_s or COLD_PREFILL_TOKENS_PER_S
 
     def occupancy(self, blocks: int) -> float:
         """Share of the KV pool in use once a request of ``blocks`` is added; may pass 1."""

@@ -215,5 +215,7 @@ class Engine:
             message = f"the worker's engine failed: {type(error).__name__}: {error}"
             self._scheduler.end_all(EndCause.INTERNAL, message, self._clock())
             self._publish(EngineUpdate(self._scheduler.take_output(), None, self._last_key, []))
+        except Exception as second:  # the scheduler itself is what broke
+            error.add_note(f"its requests could not be ended: {second!r}")
         finally:
-            self._failed(error)  # whatever state the scheduler is in
+            self._failed(error)

@@ -80,9 +80,14 @@ def build_runner(config: WorkerConfig, source: ModelSource) -> Runner:
         return SimulatedRunner(simulated_config(config), time.sleep)
     # Imported here: a simulated worker, and `--help`, do without torch.
     import torch
+    from legato_kernels import dispatch
 
     from .runners.torch_loader import load_torch_runner
 
+    if dispatch.REASON:
+        log.warning("slower kernels", backend=dispatch.BACKEND, reason=dispatch.REASON)
+    else:
+        log.info("kernels", backend=dispatch.BACKEND)
     dtype = {
         "bfloat16": torch.bfloat16,
         "float16": torch.float16,
@@ -238,9 +243,13 @@ async def serve(
 
 
 def _handle_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    asked = False
+
     def on_signal() -> None:
-        if stop.is_set():
+        nonlocal asked
+        if asked:
             os._exit(130)  # asked twice: no more waiting
+        asked = True
         stop.set()
 
     for signum in (signal.SIGTERM, signal.SIGINT):
