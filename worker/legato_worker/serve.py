@@ -79,6 +79,9 @@ def build_runner(config: WorkerConfig, source: ModelSource) -> Runner:
     if config.runner == "simulated":
         return SimulatedRunner(simulated_config(config), time.sleep)
     # Imported here: a simulated worker, and `--help`, do without torch.
+    from .runners.cpu_threads import limit_spinning
+
+    limit_spinning(os.environ)
     import torch
     from legato_kernels import dispatch
 
