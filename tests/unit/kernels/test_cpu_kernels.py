@@ -148,6 +148,7 @@ def test_pointwise_kernels_are_the_oracles(dtype: torch.dtype, size: int) -> Non
 
 
 def test_append_writes_exactly_its_slots() -> None:
+    """B034: no padding, no slot -1: every other byte of the pool stays what it was."""
     pool, expected = torch.full((6, 4, 2, 16), 7.0), torch.full((6, 4, 2, 16), 7.0)
     other, expected_other = pool.clone(), expected.clone()
     packed = torch.randn(3, 8, 16)
