@@ -73,7 +73,7 @@ async def test_the_cause_reaches_the_caller_of_every_kind_of_request(
 
 
 async def test_the_beginning_of_a_failed_prompt_is_computed_anew(model_dir: Path) -> None:
-    """Its blocks hold garbage, maybe: the answer to the same beginning is that of a fresh worker."""
+    """Its blocks may hold garbage: the answer to the same beginning is that of a fresh worker."""
     beginning = [1 + i % 200 for i in range(64)]
     async with fleet(model_dir) as healthy, healthy.client() as client:
         alone = await client.generate(token_ids=beginning, max_tokens=30, ignore_eos=True)

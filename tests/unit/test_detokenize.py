@@ -91,7 +91,7 @@ def test_b058_special_tokens_at_the_prompts_end_do_not_hide_its_text() -> None:
 
 
 def test_b059_text_is_not_tidied_after_it_was_sent() -> None:
-    """B059: four spaces, then a full stop; and a decoder that would pull punctuation to the left."""
+    """Four spaces, then a full stop; and a decoder that would pull punctuation to the left."""
     for tokenizer in (byte_level(), llama_bpe()):
         ids = tokenizer.encode("x    .").ids
         assert "".join(by_one(TextStream(tokenizer), ids)) == "x    ."
