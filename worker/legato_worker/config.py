@@ -30,6 +30,7 @@ class WorkerConfig:
     max_waiting: int = 256
     batching: str = "continuous"
     capacity: str = "on_demand"
+    order: str = "priority"
     prefix_cache: bool = True
     depth: int = 0
     num_threads: int | None = None
@@ -47,6 +48,7 @@ class WorkerConfig:
         _one_of("runner", self.runner, ("torch", "simulated"))
         _one_of("dtype", self.dtype, ("bfloat16", "float16", "float32"))
         _one_of("batching", self.batching, ("continuous", "static"))
+        _one_of("order", self.order, ("priority", "fcfs"))
         _one_of("capacity", self.capacity, ("on_demand", "reserve"))
         _at_least("block_size", self.block_size, 1)
         _at_least("max_num_seqs", self.max_num_seqs, 1)
@@ -84,6 +86,7 @@ HELP = {
     "max_waiting": "requests accepted beyond those that run; more are refused (QUEUE_FULL)",
     "batching": "continuous, or static (a group runs to its end; for comparison)",
     "capacity": "on_demand (preempt and recompute), or reserve (prompt + max_tokens up front)",
+    "order": "priority (by request class, with ageing), or fcfs",
     "prefix_cache": "reuse the KV of equal prefixes",
     "depth": "1 = schedule the next step while one runs",
     "num_threads": "CPU threads of the model; default: the CPUs this process may use",

@@ -20,7 +20,7 @@ from legato.v1 import worker_pb2 as pb, worker_pb2_grpc
 
 from .config import WorkerConfig
 from .core.block_pool import BlockPool
-from .core.config import SchedulerConfig
+from .core.config import FCFS_AGEING_S, PRIORITY_AGEING_S, SchedulerConfig
 from .core.kv_cache import KVCacheManager
 from .core.policies import BatchingPolicy, CapacityPolicy, Continuous, OnDemand, Reserve, Static
 from .core.scheduler import Scheduler
@@ -128,6 +128,7 @@ def build_scheduler(
             vocab_size=spec.vocab_size,
             capacity=capacity,
             batching=batching,
+            ageing_s=PRIORITY_AGEING_S if config.order == "priority" else FCFS_AGEING_S,
             max_queue_s=config.max_queue_s,
             slow_reader_s=config.slow_reader_s,
         ),

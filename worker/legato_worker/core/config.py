@@ -6,6 +6,10 @@ from dataclasses import dataclass, field
 
 from .policies import BatchingPolicy, CapacityPolicy, Continuous, OnDemand
 
+PRIORITY_AGEING_S = (0.0, 10.0, 120.0)
+"""Of interactive, standard and batch requests."""
+FCFS_AGEING_S = (0.0, 0.0, 0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -25,7 +29,7 @@ class SchedulerConfig:
     vocab_size: int
     capacity: CapacityPolicy = field(default_factory=OnDemand)
     batching: BatchingPolicy = field(default_factory=Continuous)
-    ageing_s: tuple[float, float, float] = (0.0, 10.0, 120.0)
+    ageing_s: tuple[float, float, float] = PRIORITY_AGEING_S
     max_bypass: int = 16
     max_preemptions: int = 3
     max_queue_s: float = 600.0
