@@ -64,8 +64,10 @@ class LocalSystem:
         return f"localhost:{self.port}"
 
     async def start(self) -> None:
-        """Returns when router and workers are healthy. Raises ProcessFailed or TimeoutError."""
+        """Returns when router and workers are healthy. Raises ProcessFailed, TimeoutError, or
+        ValueError for a port that is in use."""
         self.port = self.port or _free_port()
+        _refuse_taken(self.port)  # else another router there would pass for ours
         common = ["--config", str(self.config)] if self.config else []
         addresses = [f"127.0.0.1:{_free_port()}" for _ in range(self.num_workers)]
         threads = max(1, len(os.sched_getaffinity(0)) // self.num_workers)
@@ -120,6 +122,12 @@ class LocalSystem:
                 child.process.kill()
                 await child.process.wait()
 
+    def kill(self) -> None:
+        """Ends all at once, for whoever does not want to wait for :meth:`stop`."""
+        for child in self.children:
+            if child.process.returncode is None:
+                child.process.kill()
+
     async def _spawn(self, name: str, address: str, arguments: list[str]) -> None:
         log = self.logs / f"{name}.log"
         out = None if self.verbose else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -167,8 +175,14 @@ async def run_up(system: LocalSystem, *, prompt: str, stay: bool) -> int:
     console = Console(stderr=True)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            system.kill()  # asked twice: no more waiting
+        stop.set()
+
     for signum in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(signum, stop.set)
+        loop.add_signal_handler(signum, on_signal)
     try:
         return await _unless(stop, _up(system, console, prompt=prompt, stay=stay))
     except (ProcessFailed, TimeoutError) as error:
@@ -247,6 +261,18 @@ _KEY = secrets.token_hex(32)
 def _resume_key() -> str:
     """One for all routers that this process starts."""
     return os.environ.get("LEGATO_ROUTER_RESUME_KEY", _KEY)
+
+
+def _refuse_taken(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ValueError(
+                f"port {port} cannot be used ({error.strerror}); choose another with --port, or 0 "
+                "for any free one"
+            ) from None
 
 
 def _free_port() -> int:

@@ -77,7 +77,11 @@ class Attempt:
             # What the reader has not taken yet goes out as one message: a loop that lags costs
             # fewer messages, not more delay.
             last = events[-1]
-            if isinstance(last, Tokens) and last.choice == event.choice:
+            if (
+                isinstance(last, Tokens)
+                and last.choice == event.choice
+                and last.start_index + len(last.ids) == event.start_index
+            ):
                 last.ids += event.ids
                 last.logprobs += event.logprobs
                 return

@@ -27,6 +27,7 @@ def test_openmp_takes_the_limit_over() -> None:
     if "GOMP_" not in shown:
         pytest.skip("this torch is not built with GNU OpenMP")
     assert "GOMP_SPINCOUNT = '1000'" in shown
+    assert "OMP_WAIT_POLICY = 'ACTIVE'" in shown
 
 
 @pytest.mark.parametrize(
