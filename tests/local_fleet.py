@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -141,8 +141,8 @@ async def fleet(
     *,
     num_workers: int = 1,
     num_routers: int = 1,
-    worker: dict[str, object] | None = None,
-    router: dict[str, object] | None = None,
+    worker: Mapping[str, object] | None = None,
+    router: Mapping[str, object] | None = None,
     load: Load = worker_serve.build_runner,
     other_workers: Sequence[str] = (),
     fingerprint: str = "fingerprint",
@@ -158,8 +158,8 @@ async def fleet(
         "simulated_per_token_us": 0.0,
         "drain_s": 5.0,
     }
-    settings |= worker or {}
-    options: dict[str, object] = {"resume_key": KEY, "drain_s": 5.0} | (router or {})
+    settings.update(worker or {})
+    options: dict[str, object] = {"resume_key": KEY, "drain_s": 5.0, **(router or {})}
     try:
         for number in range(num_workers):
             config = WorkerConfig(
@@ -186,8 +186,10 @@ async def fleet(
         await until(lambda: all(link.view for link in running.links()), START_S)
         yield running
     finally:
-        for started in (*running.routers, *running.workers):
-            started.stop.set()
+        for router_process in running.routers:
+            router_process.stop.set()
+        for worker_process in running.workers:
+            worker_process.stop.set()
         await asyncio.gather(*running.tasks.values(), return_exceptions=True)
         for wire in running.wires:
             wire.close()

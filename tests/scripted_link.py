@@ -85,12 +85,12 @@ class ScriptedLink(WorkerLink):
         )
         self.hear(step=step)
 
-    def end(self, rid: int, *choices: int, reason: int = 3, **fields: Any) -> None:
+    def end(self, rid: int, *choices: int, reason: Any = 3, **fields: Any) -> None:
         """Ends these choices, and the request."""
         step = pb.Step()
         for choice in choices:
-            step.ended_choices.add(rid=rid, choice=choice, reason=reason)  # type: ignore[arg-type]
-        step.ended.add(rid=rid, reason=reason, **fields)  # type: ignore[arg-type]
+            step.ended_choices.add(rid=rid, choice=choice, reason=reason)
+        step.ended.add(rid=rid, reason=reason, **fields)
         self.hear(step=step)
 
 

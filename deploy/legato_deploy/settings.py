@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -15,6 +16,9 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 Config = TypeVar("Config")
+
+_SERVICE_LINK = re.compile(r"SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?")
+"""What Kubernetes sets for a Service named legato-router, in every pod of its namespace."""
 
 
 class SettingsError(Exception):
@@ -49,10 +53,12 @@ def load(
                     f"{source}: unknown setting {name!r} of {section}; known: {known}"
                 )
             try:
+                if isinstance(value, bool) and hints[name] is not bool:  # YAML's yes is no 1
+                    raise ValueError("must not be true or false")
                 values[name] = TypeAdapter(hints[name]).validate_python(value)
-            except ValidationError as error:
-                message = error.errors()[0]["msg"]
-                raise SettingsError(f"{source}: {section}.{name} = {value!r}: {message}") from None
+            except ValueError as error:
+                wrong = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+                raise SettingsError(f"{source}: {section}.{name} = {value!r}: {wrong}") from None
     try:
         return config_type(**values)
     except ValueError as error:
@@ -81,7 +87,7 @@ def _from_environ(
     prefix = f"LEGATO_{section.upper()}_"
     values: dict[str, Any] = {}
     for key, value in environ.items():
-        if key.startswith(prefix):
+        if key.startswith(prefix) and not _SERVICE_LINK.fullmatch(key.removeprefix(prefix)):
             name = key.removeprefix(prefix).lower()
             is_list = str(hints.get(name, "")).startswith("tuple")
             values[name] = [part for part in value.split(",") if part] if is_list else value

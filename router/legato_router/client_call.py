@@ -14,6 +14,7 @@ from legato.v1 import inference_pb2 as pb
 from .relay import Relay
 
 FIRST_FRAME_S = 30.0
+OPENED_S = 1.0
 log = structlog.get_logger("legato.router")
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -38,6 +39,11 @@ class ClientReader:
         if not self._first.done():
             raise invalid("request", f"no request within {FIRST_FRAME_S:g} s")
         return self._first.result()
+
+    async def opened(self) -> None:
+        """Returns once the request has been read, or does not come. A call that ends before is told
+        to its client as INTERNAL by grpc.aio, whose own write then meets a closed call."""
+        await asyncio.wait((self._first,), timeout=OPENED_S)
 
     def follow(self, relay: Relay) -> None:
         """Passes what comes on to ``relay``, and what came meanwhile."""

@@ -140,6 +140,9 @@ class Relay:
         except LegatoError as error:
             self._timeline.add("refused", reason=error.reason.value)
             raise
+        except (asyncio.CancelledError, GeneratorExit):
+            self._timeline.add("finished", reason="the client left")
+            raise
         finally:
             if self._placement is not None:
                 self._placement.link.abandon(self._placement.attempt)

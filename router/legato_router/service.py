@@ -79,6 +79,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 async with contextlib.aclosing(relay.frames()) as frames:
                     await write_all(context, frames, self._config.slow_reader_s)
         except Exception as error:
+            await client.opened()
             await abort(context, error)
         finally:
             client.close()

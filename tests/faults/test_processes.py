@@ -157,6 +157,10 @@ async def test_a_worker_drains_on_sigterm(
             ended = time.monotonic()
             assert await victim.exit_code() == 0
             assert time.monotonic() - ended < 4
+            with pytest.raises(EOFError) as ended_well:
+                while await idle.read():
+                    pass
+            assert ended_well.value.args == (grpc.StatusCode.OK,)
             told = await watch.read()  # before it broke
             assert told.status == health_pb2.HealthCheckResponse.NOT_SERVING
 

@@ -40,7 +40,9 @@ async def wired(running: Fleet) -> AsyncIterator[tuple[Client, list[Wire]]]:
 async def test_an_answer_goes_on_through_the_other_router(model_dir: Path, kind: str) -> None:
     """Ids, text, log probabilities and reasons equal those of the undisturbed answer; the seed that
     the first router chose holds."""
-    fields = {"token_ids": [5, 6], "max_tokens": 120, "ignore_eos": True} | KINDS[kind]
+    fields: dict[str, Any] = {"token_ids": [5, 6], "max_tokens": 120, "ignore_eos": True} | KINDS[
+        kind
+    ]
     worker = {"max_model_len": 400}
     async with fleet(model_dir, num_workers=2, num_routers=2, worker=worker) as running:
         async with wired(running) as (client, wires):

@@ -151,8 +151,8 @@ async def test_many_answers_move_together(model_dir: Path) -> None:
                 {"token_ids": [i], "max_tokens": 150, "ignore_eos": True, **SAMPLED}
                 for i in range(1, 31)
             ]
-            alone = await asyncio.gather(*(client.generate(**r) for r in requests))  # type: ignore[arg-type]
-            tasks = [asyncio.create_task(client.generate(**r)) for r in requests]  # type: ignore[arg-type]
+            alone = await asyncio.gather(*(client.generate(**r) for r in requests))
+            tasks = [asyncio.create_task(client.generate(**r)) for r in requests]
             for number in (0, 1):
                 await asyncio.sleep(0.15)
                 running.lose(number)

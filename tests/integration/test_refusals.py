@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from math import inf, nan
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -61,6 +62,26 @@ def put(path: str, value: object) -> Change:
     return change
 
 
+def add(path: str, *values: object) -> Change:
+    """Appends to the repeated field at ``path``."""
+
+    def change(asked: pb.GenerateRequest) -> None:
+        field: Any = asked
+        for name in path.split("."):
+            field = getattr(field, name)
+        field.extend(values)
+
+    return change
+
+
+def both(*changes: Change) -> Change:
+    def change(asked: pb.GenerateRequest) -> None:
+        for each in changes:
+            each(asked)
+
+    return change
+
+
 def cases() -> Iterator[Case]:
     """(fault or rule, field named by the refusal, what is wrong)."""
     yield "B001", "token_ids", lambda r: r.token_ids.ClearField("ids")
@@ -68,11 +89,10 @@ def cases() -> Iterator[Case]:
     yield "B001", "prompt", lambda r: r.ClearField("prompt")
     yield "B001", "chat.messages", lambda r: r.chat.SetInParent()
     for bad_id in (VOCAB_SIZE, 2**31, 2**32 - 1):
-        yield "B002", "token_ids", lambda r, i=bad_id: r.token_ids.ids.append(i)
-        yield "B002", "stop.token_ids", lambda r, i=bad_id: r.stop.token_ids.append(i)
+        yield "B002", "token_ids", add("token_ids.ids", bad_id)
+        yield "B002", "stop.token_ids", add("stop.token_ids", bad_id)
         for name in ("allowed_token_ids", "bad_token_ids"):
-            field = f"sampling.{name}"
-            yield "B002", field, lambda r, i=bad_id, n=name: getattr(r.sampling, n).append(i)
+            yield "B002", f"sampling.{name}", add(f"sampling.{name}", bad_id)
     for value in (nan, inf, -inf):
         for field in (
             *("sampling.temperature", "sampling.top_p", "sampling.min_p"),
@@ -82,11 +102,7 @@ def cases() -> Iterator[Case]:
         ):
             yield f"B004 {value}", field, put(field, value)
         bias = pb.LogitBias(token_id=1, bias=value)
-        yield (
-            f"B004 {value}",
-            "sampling.logit_bias",
-            lambda r, b=bias: r.sampling.logit_bias.append(b),
-        )
+        yield f"B004 {value}", "sampling.logit_bias", add("sampling.logit_bias", bias)
     for field, value in (
         *(("sampling.temperature", -0.1), ("sampling.temperature", 10.5)),
         *(("sampling.top_p", 0.0), ("sampling.top_p", 1.01), ("sampling.min_p", -0.01)),
@@ -96,9 +112,9 @@ def cases() -> Iterator[Case]:
     ):
         yield f"range {value}", field, put(field, value)
     outside = pb.LogitBias(token_id=VOCAB_SIZE, bias=1)
-    yield "B005", "sampling.logit_bias", lambda r: r.sampling.logit_bias.append(outside)
+    yield "B005", "sampling.logit_bias", add("sampling.logit_bias", outside)
     many = [pb.LogitBias(token_id=i % VOCAB_SIZE, bias=1) for i in range(100_000)]
-    yield "B005 many", "sampling.logit_bias", lambda r: r.sampling.logit_bias.extend(many)
+    yield "B005 many", "sampling.logit_bias", add("sampling.logit_bias", *many)
     for number in (21, VOCAB_SIZE + 1, 10**9, 2**32 - 1):
         yield f"B007 {number}", "logprobs", put("logprobs", number)
         yield f"B007 {number}", "prompt_logprobs", put("prompt_logprobs", number)
@@ -108,21 +124,15 @@ def cases() -> Iterator[Case]:
     yield "max_tokens", "max_tokens", put("max_tokens", MAX_LEN)
     yield "max_tokens", "max_tokens", put("max_tokens", 2**32 - 1)
     yield "room", "max_tokens", put("max_tokens", MAX_LEN - 2)
-    yield "stop count", "stop.strings", lambda r: r.stop.strings.extend("abcdefghijklmnopq")
-    yield "stop empty", "stop.strings", lambda r: r.stop.strings.append("")
-    yield "stop size", "stop.strings", lambda r: r.stop.strings.append("é" * 129)
-    yield "stop ids", "stop.token_ids", lambda r: r.stop.token_ids.extend(range(65))
+    yield "stop count", "stop.strings", add("stop.strings", *"abcdefghijklmnopq")
+    yield "stop empty", "stop.strings", add("stop.strings", "")
+    yield "stop size", "stop.strings", add("stop.strings", "é" * 129)
+    yield "stop ids", "stop.token_ids", add("stop.token_ids", *range(65))
     yield "min_tokens", "stop.min_tokens", put("stop.min_tokens", 5)
-    yield (
-        "ids listed",
-        "sampling.bad_token_ids",
-        lambda r: r.sampling.bad_token_ids.extend([1] * 1025),
-    )
-    yield (
-        "nothing left",
-        "sampling.allowed_token_ids",
-        lambda r: (r.sampling.allowed_token_ids.append(7), r.sampling.bad_token_ids.append(7)),
-    )
+    listed = add("sampling.bad_token_ids", *[1] * 1025)
+    yield "ids listed", "sampling.bad_token_ids", listed
+    nothing = both(add("sampling.allowed_token_ids", 7), add("sampling.bad_token_ids", 7))
+    yield "nothing left", "sampling.allowed_token_ids", nothing
     yield "class", "request_class", put("request_class", 9)
     yield "session", "session", put("session", "s" * 257)
     yield "salt", "cache_salt", put("cache_salt", "s" * 257)
@@ -130,7 +140,7 @@ def cases() -> Iterator[Case]:
     yield "B010 huge", "request_id", put("request_id", "r" * (1 << 20))
     yield "chat", "chat", lambda r: r.chat.messages.add(role="user", content="hi")
     yield "role", "chat.messages.role", lambda r: r.chat.messages.add(role="root", content="hi")
-    yield "prompt length", "token_ids", lambda r: r.token_ids.ids.extend([1] * MAX_LEN)
+    yield "prompt length", "token_ids", add("token_ids.ids", *[1] * MAX_LEN)
     yield "prompt length", "text", put("text", "ab " * MAX_LEN)
 
 
@@ -299,7 +309,7 @@ async def test_request_ids_collide_without_harm(model_dir: Path) -> None:
     """B010: an id of the client is echoed and is never a key."""
     async with fleet(model_dir) as running, running.client() as client:
         other = running.client(tenant="another")
-        fields = {"max_tokens": 30, "request_id": "same", "ignore_eos": True}
+        fields: dict[str, Any] = {"max_tokens": 30, "request_id": "same", "ignore_eos": True}
         solo = [await client.generate(token_ids=[i], **fields) for i in (1, 2, 3)]
         both = await asyncio.gather(
             client.generate(token_ids=[1], **fields),
@@ -327,9 +337,9 @@ async def test_internal_fields_in_a_public_request_reach_nobody(model_dir: Path)
         service = running.workers[0].service
         accept = service._accept
 
-        def record(link: object, submit: worker_pb2.Submit, ids: object) -> None:
+        def record(link: Any, submit: worker_pb2.Submit, prompt_ids: Any) -> None:
             seen.append(submit)
-            accept(link, submit, ids)  # type: ignore[arg-type]
+            accept(link, submit, prompt_ids)
 
         service._accept = record  # type: ignore[method-assign]
         # Field numbers above those of GenerateRequest only, so that none is misread as its own.

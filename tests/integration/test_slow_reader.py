@@ -76,7 +76,7 @@ async def test_credit_that_comes_while_the_request_is_being_placed(model_dir: Pa
             count = 0
             async with asyncio.timeout(2):
                 while count < 3:
-                    frame = await call.read()
+                    frame: Any = await call.read()
                     count += len(frame.delta.ids)
             call.cancel()
         await running.until_idle()
@@ -145,12 +145,8 @@ async def test_fifty_that_do_not_read_and_fifty_that_do(model_dir: Path) -> None
 async def test_a_reader_without_credit_is_ended_and_told_why(model_dir: Path) -> None:
     async with fleet(model_dir, worker={"slow_reader_s": 0.3}) as running:
         async with running.client() as client, bystanders(running):
-            for fields in (
-                {"initial_credit": 0},
-                {"initial_credit": 5},
-                {"initial_credit": 2, "n": 2},
-            ):
-                stream = client.stream(**LONG, **fields)
+            for credit, n in ((0, 1), (5, 1), (2, 2)):
+                stream = client.stream(**LONG, initial_credit=credit, n=n)
                 with pytest.raises(LegatoError) as caught:
                     async for _ in stream:
                         pass
@@ -167,7 +163,7 @@ async def test_a_slow_reader_that_reads_again_goes_on(model_dir: Path) -> None:
         fields = LONG | {"max_tokens": 30}
         whole = await client.generate(**fields)
         async with client.stream(**fields, initial_credit=10) as stream:
-            ids = []
+            ids: list[int] = []
             for grant in (10, 10, 0):
                 await asyncio.sleep(0.3)
                 while len(ids) % 10 or not ids or grant == 0:

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from tests import tiny_model

@@ -35,6 +35,20 @@ def sampling(name: str, value: object) -> Change:
     return lambda s: setattr(s.sampling, name, value)
 
 
+def add(name: str, *values: object) -> Change:
+    """Appends to a repeated field, of Submit or of its sampling."""
+
+    def change(s: pb.Submit) -> None:
+        owner: Any = s if hasattr(s, name) else s.sampling
+        getattr(owner, name).extend(values)
+
+    return change
+
+
+def first_id(token_id: int) -> Change:
+    return lambda s: s.prompt_ids.__setitem__(0, token_id)
+
+
 def cases() -> Iterator[tuple[str, str, Change]]:
     """(fault or rule, field named by the Nack, what is wrong)."""
 
@@ -44,9 +58,9 @@ def cases() -> Iterator[tuple[str, str, Change]]:
 
     yield "B001", "prompt_ids", no_prompt
     for bad_id in (VOCAB_SIZE, 2**32 - 1):
-        yield "B002", "prompt_ids", lambda s, i=bad_id: s.prompt_ids.__setitem__(0, i)
-        yield "B002", "stop_token_ids", lambda s, i=bad_id: s.stop_token_ids.append(i)
-        yield "B002", "resume.ids", lambda s, i=bad_id: s.resume.add(choice=0, ids=[i])
+        yield "B002", "prompt_ids", first_id(bad_id)
+        yield "B002", "stop_token_ids", add("stop_token_ids", bad_id)
+        yield "B002", "resume.ids", add("resume", pb.ResumedChoice(ids=[bad_id]))
     for value in (nan, inf, -inf):
         for name in (
             *("temperature", "top_p", "min_p", "repetition_penalty"),
@@ -55,11 +69,7 @@ def cases() -> Iterator[tuple[str, str, Change]]:
             yield f"B004 {value}", f"sampling.{name}", sampling(name, value)
         yield f"B004 {value}", "timeout_s", put("timeout_s", value)
         bias = inference_pb2.LogitBias(token_id=1, bias=value)
-        yield (
-            f"B004 {value}",
-            "sampling.logit_bias",
-            lambda s, b=bias: s.sampling.logit_bias.append(b),
-        )
+        yield f"B004 {value}", "sampling.logit_bias", add("logit_bias", bias)
     yield "range", "timeout_s", put("timeout_s", -1.0)
     outside = inference_pb2.LogitBias(token_id=VOCAB_SIZE, bias=1)
     yield "B005", "sampling.logit_bias", lambda s: s.sampling.logit_bias.append(outside)

@@ -42,6 +42,14 @@ def test_lists_come_from_everywhere(tmp_path: Path) -> None:
         ("workers: {max_num_seqs: 2}", "unknown section 'workers'"),
         ("worker: {max_num_seqs: many}", "worker.max_num_seqs = 'many'"),
         ("worker: {max_num_seqs: 0}", "max_num_seqs must be at least 1 and finite, not 0"),
+        ("worker: {max_num_seqs: true}", "worker.max_num_seqs = True: must not be true or false"),
+        ("worker: {depth: 2}", "depth must be 0 or 1, not 2"),
+        ("worker: {drain_s: .nan}", "drain_s must be at least 0 and finite, not nan"),
+        ("worker: {slow_reader_s: .inf}", "slow_reader_s must be at least 0 and finite"),
+        ("worker: {stall_s: -1}", "stall_s must be at least 0"),
+        ("worker: {listen: 7071}", "worker.listen = 7071"),
+        ("worker: {prefix_cache: 3}", "worker.prefix_cache = 3"),
+        ("[1, 2]", "must be a mapping of sections"),
         ("worker: {capacity: hope}", "capacity must be one of on_demand, reserve, not 'hope'"),
         ("worker: [1]", "section 'worker' must be a mapping"),
         ("worker: {max_num_seqs: 600}", "max_num_batched_tokens must be at least 600"),
@@ -57,6 +65,42 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, text: str, message: str) -
 def test_an_unknown_environment_setting_is_refused() -> None:
     with pytest.raises(SettingsError, match="environment: unknown setting 'max_seqs'"):
         load(WorkerConfig, "worker", {}, file=None, environ={"LEGATO_WORKER_MAX_SEQS": "1"})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("router: {workers: a:1}", "router.workers = 'a:1'"),
+        ("router: {workers: []}", "workers must name at least one address"),
+        ("router: {models: []}", "models must name at least one model"),
+        ("router: {window_tokens: 0}", "window_tokens must be at least 1"),
+        ("router: {max_queue_s: .inf}", "max_queue_s must be finite"),
+        ("router: {resume_key: short}", "resume_key must have at least 16 characters"),
+    ],
+)
+def test_what_a_router_cannot_use_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load(RouterConfig, "router", {}, file=write(tmp_path, text), environ={})
+    assert message in str(caught.value)
+
+
+def test_what_kubernetes_sets_for_a_service_of_our_name_is_no_setting() -> None:
+    """A Service named legato-router would else keep every pod of its namespace from starting."""
+    environ = {
+        "LEGATO_ROUTER_SERVICE_HOST": "10.0.0.1",
+        "LEGATO_ROUTER_SERVICE_PORT": "7070",
+        "LEGATO_ROUTER_SERVICE_PORT_GRPC": "7070",
+        "LEGATO_ROUTER_PORT": "tcp://10.0.0.1:7070",
+        "LEGATO_ROUTER_PORT_7070_TCP": "tcp://10.0.0.1:7070",
+        "LEGATO_ROUTER_PORT_7070_TCP_ADDR": "10.0.0.1",
+        "LEGATO_ROUTER_DRAIN_S": "7",
+    }
+    assert load(RouterConfig, "router", {}, file=None, environ=environ) == RouterConfig(drain_s=7)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"nowhere\.yaml"):
+        load(WorkerConfig, "worker", {}, file=tmp_path / "nowhere.yaml", environ={})
 
 
 @pytest.mark.parametrize(

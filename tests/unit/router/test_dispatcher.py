@@ -71,8 +71,7 @@ async def test_a_worker_that_dies_before_it_answers_is_passed_over() -> None:
         other, rid = await submitted(router)
         assert other is not link and tried == {link.name}
         other.accept(rid)
-        placement = await task
-        assert placement.link is other
+        assert (await task).attempt.worker == other.name
         other.end(rid)
 
 
@@ -91,7 +90,6 @@ async def test_a_full_worker_is_asked_again_only_when_it_has_sent_numbers() -> N
         for _ in range(5):  # refused again and again: it does not lose its place
             link.hear(snapshot=pb.Snapshot(running=8, waiting=MAX_BACKLOG - 1))
             await settle()
-            assert link.num_attempts == 1
             [submit] = link.sent()
             link.nack(submit.rid, "QUEUE_FULL", snapshot=pb.Snapshot(running=8))
             await settle()
@@ -178,9 +176,12 @@ async def test_a_caller_that_leaves_before_the_answer_cancels_at_the_worker() ->
 
 
 async def test_a_burst_on_old_numbers_spreads() -> None:
-    """B080: no snapshot comes in between; own picks count at once. Equal prompts too."""
+    """B080, B079: no snapshot comes in between; own picks count at once. Equal prompts too, on
+    workers so fast that their scores hardly differ."""
     for prompts in ([[9, 9, 9]] * 64, [[n, 2, 3] for n in range(1, 65)]):
         with scripted(*[f"w{i}" for i in range(8)]) as router:
+            for link in router.links:
+                link.hear(snapshot=pb.Snapshot(prefill_tokens_per_s=1e6, decode_step_s=0.001))
             tasks = [dispatch(router, ids=ids) for ids in prompts]
             await settle()
             counts = [link.num_attempts for link in router.links]

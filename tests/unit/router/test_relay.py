@@ -129,6 +129,23 @@ async def test_what_comes_behind_a_stop_string_costs_the_client_no_credit() -> N
         assert reader.finished.usage.completion_tokens == 6
 
 
+async def test_what_comes_behind_a_stop_string_in_the_same_message() -> None:
+    """Five ids in one message, the second completes the stop string: three are paid back."""
+    with scripted("w0") as router:
+        stop = inference_pb2.Stop(strings=["qu"], ignore_eos=True)
+        _, reader, link, rid = await running(
+            router, n=2, initial_credit=5, stop=stop, max_tokens=20
+        )
+        link.tokens(rid, 0, *ids_of(byte_level(), *"qui"), 12, 13)
+        await settle()
+        sent = link.sent()
+        assert pb.CancelRequest(rid=rid, choice=0) in sent
+        assert pb.GrantCredit(rid=rid, tokens=3) in sent
+        link.end(rid, 0, 1)
+        await reader.task
+        assert len(reader.ids(0)) == 2
+
+
 @pytest.mark.parametrize("moment", ["before", "placing", "accepted", "answering"])
 async def test_a_cancel_frame_at_every_moment(moment: str) -> None:
     with scripted("w0") as router:
@@ -199,7 +216,8 @@ async def test_a_cancel_after_any_number_of_turns_of_the_loop(turns: int) -> Non
 async def test_a_client_that_leaves_after_any_number_of_turns(turns: int) -> None:
     """The call's task is cancelled: nothing stays behind, and the worker is told once."""
     with scripted("w0") as router:
-        reader = Reader(router.relay())
+        relay = router.relay()
+        reader = Reader(relay)
         await settle()
         [link] = router.links
         rid = link.sent()[0].rid
@@ -210,6 +228,8 @@ async def test_a_client_that_leaves_after_any_number_of_turns(turns: int) -> Non
         reader.task.cancel()
         await asyncio.gather(reader.task, return_exceptions=True)
         assert reader.task.cancelled()
+        names = [event.name for event in relay._timeline.events]
+        assert [name for name in names if name in ("finished", "refused")] == ["finished"]
         await settle()
         assert link.sent() == [pb.CancelRequest(rid=rid)]
         link.tokens(rid, 1, 2)  # what was on its way is for nobody
@@ -340,7 +360,7 @@ async def test_an_answer_that_was_whole_needs_no_other_worker() -> None:
             _, reader, link, rid = await running(router, n=2)
             step = pb.Step()
             for choice in (0, 1):
-                step.ended_choices.add(rid=rid, choice=choice, reason=1)  # type: ignore[arg-type]
+                step.ended_choices.add(rid=rid, choice=choice, reason=1)
             link.tokens(rid, 0, 1)
             link.hear(step=step)
             if how == "lost":

@@ -45,8 +45,10 @@ class Seats:
         self.room.changed()
 
 
-def room_and_seats(count: int = 0, **limits: int) -> tuple[WaitingRoom, Seats]:
-    room = WaitingRoom(**({"max_requests": 100, "max_tokens": 1000} | limits))  # type: ignore[arg-type]
+def room_and_seats(
+    count: int = 0, *, max_requests: int = 100, max_tokens: int = 1000
+) -> tuple[WaitingRoom, Seats]:
+    room = WaitingRoom(max_requests=max_requests, max_tokens=max_tokens)
     return room, Seats(room, count)
 
 
@@ -218,7 +220,8 @@ def test_no_seat_is_ever_lost(actions: list[tuple[str, int]]) -> None:
 
     async def run() -> None:
         room, seats = room_and_seats()
-        given_seats, tasks = 0, []
+        given_seats = 0
+        tasks: list[asyncio.Task[Any]] = []
         for action, number in actions:
             match action:
                 case "enter":
