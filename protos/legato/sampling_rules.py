@@ -76,7 +76,7 @@ def resolve_sampling(sampling: pb.Sampling, vocab_size: int) -> Sampling:
             return default
         value: float = getattr(sampling, name)
         if not (isfinite(value) and low <= value <= high) or (above_low and value == low):
-            bounds = f"{'(' if above_low else '['}{low:g}, {high:g}]"
+            bounds = f"{'(' if above_low else '['}{low:.3g}, {high:.3g}]"
             raise invalid(f"sampling.{name}", f"must lie in {bounds}", limit=bounds, observed=value)
         return value
 
@@ -101,7 +101,8 @@ def resolve_sampling(sampling: pb.Sampling, vocab_size: int) -> Sampling:
         top_k=0 if top_k >= vocab_size else top_k,
         top_p=number("top_p", 1.0, 0, 1, above_low=True),
         min_p=number("min_p", 0.0, 0, 1),
-        repetition_penalty=number("repetition_penalty", 1.0, 0, 10, above_low=True),
+        # From 0.01 on (as a 32-bit number): dividing by less could leave the range of fp32.
+        repetition_penalty=number("repetition_penalty", 1.0, 0.0099999, 10),
         presence_penalty=number("presence_penalty", 0.0, -2, 2),
         frequency_penalty=number("frequency_penalty", 0.0, -2, 2),
         logit_bias=tuple(sorted(biases.items())),

@@ -13,7 +13,7 @@ from legato.v1 import inference_pb2 as pb
 
 from .relay import Relay
 
-FIRST_FRAME_S = 30.0
+FIRST_FRAME_S = 10.0
 OPENED_S = 1.0
 log = structlog.get_logger("legato.router")
 

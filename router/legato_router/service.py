@@ -73,13 +73,15 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> None:
         client = ClientReader(request_iterator)
         try:
+            request = await client.request()  # a call counts once it has asked for something
             with self._counted():
-                relay = await self._open(await client.request(), context)
+                relay = await self._open(request, context)
                 client.follow(relay)
                 async with contextlib.aclosing(relay.frames()) as frames:
                     await write_all(context, frames, self._config.slow_reader_s)
         except Exception as error:
             await client.opened()
+            client.close()
             await abort(context, error)
         finally:
             client.close()

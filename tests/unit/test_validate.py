@@ -172,6 +172,7 @@ BAD = {
     "min_p -0.1": (sampling(min_p=-0.1), "sampling.min_p"),
     "min_p 1.1": (sampling(min_p=1.1), "sampling.min_p"),
     "repetition 0": (sampling(repetition_penalty=0), "sampling.repetition_penalty"),
+    "repetition 1e-38": (sampling(repetition_penalty=1e-38), "sampling.repetition_penalty"),
     "repetition 11": (sampling(repetition_penalty=11), "sampling.repetition_penalty"),
     "presence 2.1": (sampling(presence_penalty=2.1), "sampling.presence_penalty"),
     "frequency -2.1": (sampling(frequency_penalty=-2.1), "sampling.frequency_penalty"),
