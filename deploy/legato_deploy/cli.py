@@ -212,6 +212,8 @@ def main() -> None:
         app()
     except (SettingsError, StoreError, LegatoError, ValueError) as error:
         print(f"legato: {error}", file=sys.stderr)
+        if isinstance(error, LegatoError) and "failed to connect" in error.message:
+            print("legato: is a router running there? `legato up` starts one", file=sys.stderr)
         sys.exit(130 if isinstance(error.__cause__, KeyboardInterrupt) else 2)
     except KeyboardInterrupt:
         sys.exit(130)
